@@ -1,0 +1,37 @@
+# Everything lives in .venv at the root; each target makes it first where it is missing or older than the lock.
+PYTHON ?= python3
+BIN := .venv/bin
+export STOKER_CACHE ?= $(CURDIR)/.venv/stoker-cache
+
+.PHONY: demo test check lock bench clean
+
+demo: .venv/ready  ## simulate, train, evaluate, print a result table
+	$(BIN)/stoker train icecube:demo
+	$(BIN)/stoker runs
+
+test: check  ## formatting, lint, types, import contract, and every test
+	$(BIN)/python -m pytest -n 2
+
+check: .venv/ready  ## everything but the tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+bench: .venv/ready  ## every benchmark that this machine can run, one JSON line each
+	for program in benchmarks/*.py; do $(BIN)/python $$program || exit 1; done
+
+lock: .venv/ready  ## resolve the newest versions into requirements.lock
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --upgrade \
+		--group dev pyproject.toml --output-file requirements.lock --quiet
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/ready: requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@

@@ -1,0 +1,225 @@
+"""The command line: words to one function call each. No logic here, and no import of torch until a command needs it.
+
+A command is a dataclass whose fields are its options (tyro reads the comments beside them for `--help`) and whose `run`
+makes the call. Words like `--train.lr 1e-4` are taken out first and handed to `run` as overrides.
+"""
+
+import errno
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import tyro
+from tyro.conf import FlagCreatePairsOff, Positional
+
+from stoker import console
+from stoker.errors import MachineError, UserError
+
+Flag = FlagCreatePairsOff[bool]
+SUMMARY = "Trains PyTorch models on sharded data at the speed of the hardware, and says why when it does not."
+
+
+class Command(Protocol):
+    def run(self, overrides: list[str]) -> int: ...
+
+
+@dataclass(frozen=True)
+class Simulate:
+    """Simulate neutrino events in the layout of the Kaggle data set."""
+
+    out: Positional[Path]  # directory to make, or with --check to look at
+    events: int = 100_000  # how many triggered events
+    files: int = 10  # how many Parquet files to spread them over
+    seed: int = 0  # of the random numbers; the same seed gives the same events
+    device: str = "cpu"  # cpu, cuda or cuda:N
+    geometry: Path | None = None  # a sensor_geometry.csv to use instead of the built-in detector
+    force: Flag = False  # replace the directory if it exists
+    check: Flag = False  # simulate nothing; compare an existing directory with the real data
+    json: Flag = False  # print the result as JSON
+
+    def run(self, overrides: list[str]) -> int:
+        _no_overrides("simulate", overrides)
+        if self.check:
+            from stoker.recipes.icecube.check import check_events
+
+            return _show_check(check_events(self.out), as_json=self.json)
+        from stoker.recipes.icecube.simulate import simulate
+
+        simulate(
+            self.out,
+            num_events=self.events,
+            num_files=self.files,
+            seed=self.seed,
+            device=self.device,
+            geometry_path=self.geometry,
+            force=self.force,
+        )
+        result = {"path": str(self.out), "events": self.events, "files": self.files}
+        _print_result(result, f"{self.events:,} events in {self.out}", as_json=self.json)
+        return 0
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model. --group.key VALUE overrides any key that `stoker config TARGET` prints."""
+
+    target: Positional[str]  # recipe, recipe:preset, file.yaml, or module:attribute
+    json: Flag = False  # print the result as JSON
+
+    def run(self, overrides: list[str]) -> int:
+        from stoker import launch
+
+        return _show_outcome(launch.start(launch.resolve_target(self.target, overrides)), as_json=self.json)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Go on with a run from its last checkpoint, bit for bit."""
+
+    path: Positional[Path]  # a run folder
+    json: Flag = False  # print the result as JSON
+
+    def run(self, overrides: list[str]) -> int:
+        _no_overrides("resume", overrides)
+        from stoker import launch
+
+        return _show_outcome(launch.resume(self.path), as_json=self.json)
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Evaluate a checkpoint of a run on its validation samples."""
+
+    path: Positional[Path]  # a run folder
+    checkpoint: Literal["best", "last"] = "best"  # which one
+    json: Flag = False  # print the result as JSON
+
+    def run(self, overrides: list[str]) -> int:
+        _no_overrides("evaluate", overrides)
+        from stoker import launch
+
+        return _show_outcome(launch.evaluate_run(self.path, self.checkpoint), as_json=self.json)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """List runs with their state, best metric, rate and age."""
+
+    folder: Positional[Path] = Path("runs")  # where the run folders are
+    json: Flag = False  # print the list as JSON
+
+    def run(self, overrides: list[str]) -> int:
+        _no_overrides("runs", overrides)
+        from stoker.runs.folder import list_runs
+
+        found = list_runs(self.folder)
+        rows = [("run", "state", "step", "best", "samples/s", "age")]
+        for one in found:
+            best = f"{one.metric} {one.best:.4f}" if one.best is not None else "-"
+            rate = f"{one.samples_per_s:,.0f}" if one.samples_per_s else "-"
+            rows.append((one.name, one.state, f"{one.step:,}", best, rate, console.seconds_as_text(one.age_s)))
+        text = console.table(rows) if found else f"no runs in {self.folder}"
+        _print_result([asdict(one) for one in found], text, as_json=self.json)
+        return 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """Print the resolved configuration of a target, with the origin of every value."""
+
+    target: Positional[str]  # recipe, recipe:preset, file.yaml, or module:attribute
+    json: Flag = False  # print keys, values and origins as JSON
+
+    def run(self, overrides: list[str]) -> int:
+        from stoker import launch, settings
+
+        found = launch.resolve_target(self.target, overrides)
+        values = {key: str(value) if isinstance(value, Path) else value for key, value in settings.leaves(found.config)}
+        listing = {key: {"value": value, "origin": found.origins[key]} for key, value in values.items()}
+        _print_result(listing, settings.as_yaml(found.config, found.origins).rstrip(), as_json=self.json)
+        return 0
+
+
+COMMANDS: dict[str, Any] = {
+    "simulate": Simulate,
+    "train": Train,
+    "resume": Resume,
+    "evaluate": Evaluate,
+    "runs": Runs,
+    "config": Config,
+}
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(words: list[str]) -> int:
+    """Exit code 0: fine; 1: findings, or the work failed; 2: the user's mistake."""
+    words, overrides = _split_overrides(words or ["--help"])
+    try:
+        command: Command = tyro.extras.subcommand_cli_from_dict(
+            COMMANDS, prog="stoker", description=SUMMARY, args=words
+        )
+        return command.run(overrides)
+    except (UserError, MachineError) as error:
+        console.say(f"stoker: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        console.say("stoker: interrupted.")
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        console.say(f"stoker: the disk is full ({error}). Nothing half-written was kept; make room and run it again.")
+        return 1
+
+
+def _no_overrides(command: str, overrides: list[str]) -> None:
+    if overrides:
+        raise UserError(f"`stoker {command}` takes no configuration keys, and got {overrides[0]}.")
+
+
+def _split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
+    """Takes `--group.key VALUE` and `--group.key=VALUE` out of the words; a dot in the name tells them apart."""
+    own: list[str] = []
+    overrides: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        if not (name.startswith("--") and "." in name):
+            own.append(word)
+            continue
+        overrides.append(word)
+        if not equals:
+            overrides += [value] if (value := next(rest, None)) is not None else []
+    return own, overrides
+
+
+def _show_outcome(outcome: Any, *, as_json: bool) -> int:
+    rate = outcome.samples_per_s
+    lines = [console.table(outcome.recipe.result_table(outcome.metrics))] if outcome.metrics else []
+    lines += [f"samples/s: {rate:,.0f}"] if rate else []
+    lines += [f"run folder: {outcome.run.path}"]
+    result = {"run": str(outcome.run.path), "samples_per_s": rate, "metrics": outcome.metrics}
+    _print_result(result, "\n".join(lines), as_json=as_json)
+    return 0
+
+
+def _show_check(findings: Any, *, as_json: bool) -> int:
+    rows = [("quantity", "here", "real data", "expected", "")]
+    for one in findings:
+        band = f"{_figure(one.low)} to {_figure(one.high)}"
+        rows.append((one.name, _figure(one.value), _figure(one.real), band, "ok" if one.ok else "OUTSIDE"))
+    _print_result([asdict(one) | {"ok": one.ok} for one in findings], console.table(rows), as_json=as_json)
+    return 0 if all(one.ok for one in findings) else 1
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10 else f"{value:.3f}"
+
+
+def _print_result(value: Any, text: str, *, as_json: bool) -> None:
+    print(json.dumps(value, indent=2) if as_json else text)

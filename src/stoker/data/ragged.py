@@ -1,0 +1,42 @@
+"""Ragged arrays: flat columns and offsets, never padded. Sample i owns the rows offsets[i] .. offsets[i + 1]."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """The rows of some samples, one after the other, as columns of equal length."""
+
+    columns: Mapping[str, Array]
+    offsets: Indices  # (samples + 1,)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(column.nbytes for column in self.columns.values()) + self.offsets.nbytes
+
+
+def offsets_of(counts: npt.NDArray[np.integer[Any]]) -> Indices:
+    offsets = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def range_indices(first: npt.NDArray[np.integer[Any]], counts: npt.NDArray[np.integer[Any]]) -> tuple[Indices, Indices]:
+    """Indices of the rows first[i] .. first[i] + counts[i] of every sample in turn, and their offsets."""
+    offsets = offsets_of(counts)
+    indices = np.repeat(first - offsets[:-1], counts)
+    indices += np.arange(offsets[-1])
+    return indices, offsets
+
+
+def sample_of_row(offsets: Indices) -> Indices:
+    """For each row the number of the sample it belongs to."""
+    return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))

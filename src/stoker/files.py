@@ -1,0 +1,88 @@
+"""Files and folders that are either complete or absent: written under a temporary name, renamed at the end."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stoker.errors import UserError
+
+
+@contextmanager
+def new_folder(out: Path, *, force: bool, marker: str) -> Iterator[Path]:
+    """Yields an empty folder beside `out` that becomes `out` when the block ends without an error.
+
+    An existing `out` is an error unless `force`, and even then it is replaced only if it is empty or holds `marker`,
+    the file that shows it was made by the same command.
+    """
+    if out.exists():
+        _check_replaceable(out, force=force, marker=marker)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(out)
+    partial = _partial_name(out, os.getpid())
+    partial.mkdir()
+    try:
+        yield partial
+        if out.exists():
+            old = out.with_name(f".{out.name}.replaced-{os.getpid()}")
+            out.rename(old)
+            partial.rename(out)
+            shutil.rmtree(old)
+        else:
+            partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a file atomically and durably: after a power cut it holds the old content or the new, never a part."""
+    partial = _partial_name(path, os.getpid())
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_bytes(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def sync_folder(folder: Path) -> None:
+    """A rename survives a power cut only after its folder was synced."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _partial_name(out: Path, pid: int) -> Path:
+    return out.with_name(f".{out.name}.partial-{pid}")
+
+
+def _check_replaceable(out: Path, *, force: bool, marker: str) -> None:
+    if not force:
+        raise UserError(f"{out} exists already. Choose another name, or add --force to replace it.")
+    made_by_us = (out / marker).is_file()
+    empty = out.is_dir() and not any(out.iterdir())
+    if not (made_by_us or empty):
+        raise UserError(
+            f"{out} exists and does not look like something this command wrote (it holds no {marker}), so --force "
+            f"will not replace it. Remove it by hand if that is what you want."
+        )
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Parts that a killed process left behind; those of a living one are not touched."""
+    for path in out.parent.glob(f".{out.name}.partial-*"):
+        pid = path.name.rpartition("-")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,235 @@
+"""Strict configuration: frozen dataclasses that are loaded, overridden by dotted path, compared and saved.
+
+In go a complete configuration (a preset) and layers of changes, each with its origin: a YAML file, the command line.
+Out comes the resolved configuration and the origin of every value. Unknown keys, wrong types and impossible values are
+errors that name the key, the value, where it was set, and the nearest right key.
+"""
+
+import dataclasses
+import difflib
+import io
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, dataclass_transform, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.error import YAMLError
+
+from stoker.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def config(cls: type[T]) -> type[T]:
+    """Marks a class as a part of a configuration: a frozen dataclass with keyword arguments only."""
+    return dataclass(frozen=True, kw_only=True)(cls)
+
+
+class AlsoCalled:
+    """In an `Annotated` type: other names people use for a key, so that a wrong guess finds it."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Changes from one place: nested keys and values, and the words that name the place."""
+
+    origin: str
+    values: Mapping[str, Any]
+
+
+def resolve(base: T, layers: list[Layer]) -> tuple[T, dict[str, str]]:
+    """Applies the layers in their order; returns the configuration and the origin of each value changed by a layer."""
+    origins: dict[str, str] = {}
+    for layer in layers:
+        base = _apply(base, base, layer.values, layer.origin, "", origins)
+    return base, origins
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML 1.2 file whose top is a mapping; `1e-4` is a number there."""
+    try:
+        content = _yaml(pure=True).load(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"The configuration file {path} does not exist.") from None
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        raise UserError(f"The configuration file {path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"The configuration file {path} must hold keys and values, and holds {type(content).__name__}.")
+    return content
+
+
+def parse_overrides(words: list[str]) -> dict[str, Any]:
+    """Turns `--train.lr 1e-4 --loader.threads=2` into nested values; a value is read as YAML."""
+    values: dict[str, Any] = {}
+    rest = iter(words)
+    for word in rest:
+        key, equals, text = word.removeprefix("--").partition("=")
+        if not equals:
+            text = next(rest, "")
+            if text == "" or text.startswith("--"):
+                raise UserError(f"--{key} needs a value after it, as in --{key} VALUE.")
+        try:
+            value = _yaml(pure=True).load(text)
+        except YAMLError:
+            value = text  # a plain string such as a path with a colon
+        _put(values, key.split("."), value)
+    return values
+
+
+def leaves(configuration: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key with its value, in the order of the fields."""
+    for field in dataclasses.fields(configuration):
+        value = getattr(configuration, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", value
+
+
+def difference(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    """The keys whose values differ, with both values; a key that only one side has shows None on the other."""
+    before, after = dict(leaves(old)), dict(leaves(new))
+    keys = [*before, *(key for key in after if key not in before)]
+    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
+
+
+def as_yaml(configuration: Any, comments: Mapping[str, str] | None = None) -> str:
+    """The configuration as a file that loads again; `comments` by dotted key stand behind the values."""
+    text = io.StringIO()
+    _yaml().dump(_commented(configuration, comments or {}, ""), text)
+    return text.getvalue()
+
+
+def default_origins(configuration: Any, preset: str, origins: Mapping[str, str]) -> dict[str, str]:
+    """The origin of every value: a layer, else the preset where it departs from the default, else the default."""
+    result = {}
+    for key, value in leaves(configuration):
+        owner = configuration
+        *parents, name = key.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        field = next(field for field in dataclasses.fields(owner) if field.name == name)
+        origin = "default" if _default(field) == value else preset
+        result[key] = origins.get(key, origin)
+    return result
+
+
+def _apply(top: Any, base: Any, values: Mapping[str, Any], origin: str, prefix: str, origins: dict[str, str]) -> Any:
+    changes: dict[str, Any] = {}
+    names = {field.name for field in dataclasses.fields(base)}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if name not in names:
+            raise UserError(_unknown_key(top, key, origin))
+        old = getattr(base, name)
+        if dataclasses.is_dataclass(old):
+            if not isinstance(value, Mapping):
+                raise UserError(f"{key} (from {origin}) is a group of keys, and {value!r} is a single value.")
+            changes[name] = _apply(top, old, value, origin, f"{key}.", origins)
+        else:
+            changes[name] = _validate(_hints(type(base))[name], key, value, origin)
+            origins[key] = origin
+    try:
+        return dataclasses.replace(base, **changes)
+    except ValueError as error:  # a check over several keys in __post_init__
+        raise UserError(
+            f"{prefix.rstrip('.') or 'The configuration'} (from {origin}) is impossible: {error}"
+        ) from error
+
+
+def _validate(hint: Any, key: str, value: Any, origin: str) -> Any:
+    """Strict: a number in quotes is no number. Through JSON, so that a list becomes a tuple and a string a path."""
+    try:
+        return _adapter(hint).validate_json(json.dumps(value), strict=True)
+    except (ValidationError, TypeError) as error:
+        if isinstance(error, ValidationError):
+            reasons = "; ".join(dict.fromkeys(problem["msg"] for problem in error.errors()))
+        else:
+            reasons = str(error)
+        raise UserError(f"{key} cannot be {value!r} (from {origin}): {reasons}.") from error
+
+
+def _unknown_key(top: Any, key: str, origin: str) -> str:
+    known = _known_names(top)
+    name = key.rpartition(".")[2]
+    by_path = difflib.get_close_matches(key, list(known), n=1, cutoff=0.75)
+    by_name = difflib.get_close_matches(name, [path.rpartition(".")[2] for path in known], n=1, cutoff=0.6)
+    near = by_path or [path for path in known if by_name and path.rpartition(".")[2] == by_name[0]][:1]
+    hint = f" Did you mean {known[near[0]]}?" if near else " `stoker config TARGET` prints all keys."
+    return f"There is no key {key} (from {origin}).{hint}"
+
+
+def _known_names(top: Any, prefix: str = "") -> dict[str, str]:
+    """Every name that could be meant, the right ones and the usual wrong ones, with the right key."""
+    known: dict[str, str] = {}
+    for field in dataclasses.fields(top):
+        value, path = getattr(top, field.name), f"{prefix}{field.name}"
+        known[path] = path
+        if dataclasses.is_dataclass(value):
+            known |= _known_names(value, f"{path}.")
+            continue
+        for note in getattr(_hints(type(top))[field.name], "__metadata__", ()):
+            if isinstance(note, AlsoCalled):
+                known |= {f"{prefix}{name}": path for name in note.names}
+    return known
+
+
+def _put(values: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        values = values.setdefault(name, {})
+    values[path[-1]] = value
+
+
+def _commented(configuration: Any, comments: Mapping[str, str], prefix: str) -> CommentedMap:
+    mapping = CommentedMap()
+    for field in dataclasses.fields(configuration):
+        value, key = getattr(configuration, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            mapping[field.name] = _commented(value, comments, f"{key}.")
+            continue
+        mapping[field.name] = _plain(value)
+        if key in comments:
+            mapping.yaml_add_eol_comment(comments[key], field.name, column=32)
+    return mapping
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _default(field: "dataclasses.Field[Any]") -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _yaml(*, pure: bool = False) -> YAML:
+    yaml = YAML(typ="safe", pure=True) if pure else YAML()
+    yaml.default_flow_style = False
+    # `null` in words: an empty value after a colon looks like a mistake.
+    if not pure:
+        yaml.representer.add_representer(
+            type(None), lambda representer, _: representer.represent_scalar("tag:yaml.org,2002:null", "null")
+        )
+    return yaml
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+@cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint)

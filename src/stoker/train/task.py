@@ -1,0 +1,36 @@
+"""The seam between the engine and a recipe: a task is a model, a loss, and metrics; batches are of its own type."""
+
+# B samples of a batch
+from collections.abc import Mapping
+from typing import Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+
+class Batch(Protocol):
+    @property
+    def num_samples(self) -> int: ...
+
+    def to(self, device: torch.device) -> Self: ...
+
+
+class Task(Protocol):
+    model: nn.Module
+    metric: str  # the number a run is judged by, a key of what `summarise` returns
+    goal: str  # "min" or "max"
+    know_nothing_loss: float  # what a model scores that has learnt nothing
+
+    def predict(self, batch: Any) -> Any:
+        """The model's answer for a batch."""
+
+    def losses(self, prediction: Any, batch: Any) -> Tensor:
+        """(B,) one loss a sample: the engine weighs samples, so that batches of any size add up."""
+
+    def scores(self, prediction: Any, batch: Any) -> dict[str, Tensor]:
+        """(B,) tensors; concatenated over all validation samples before they are summarised."""
+
+    def summarise(self, scores: Mapping[str, npt.NDArray[np.floating[Any]]]) -> dict[str, float]:
+        """The metrics of a whole validation set."""
