@@ -176,8 +176,8 @@ def _find_recipe(words: str) -> tuple[Recipe, str]:
         parts = words.split(":")
         if len(parts) not in (2, 3):
             raise UserError(
-                f"There is no recipe {words!r}. Built in: {', '.join(BUILT_IN)}; a file ends in .yaml; a recipe of your "
-                f"own is named module:attribute."
+                f"There is no recipe {words!r}. Built in: {', '.join(BUILT_IN)}; a file ends in .yaml; a recipe of "
+                f"your own is named module:attribute."
             )
         recipe, preset = _import(":".join(parts[:2])), parts[2] if len(parts) == 3 else ""
     preset = preset or next(iter(recipe.presets))

@@ -38,6 +38,10 @@ class AlsoCalled:
         self.names = names
 
 
+class Word(str):
+    """A value as typed on the command line: read as YAML where that fits the key, else taken as it stands."""
+
+
 @dataclass(frozen=True)
 class Layer:
     """Changes from one place: nested keys and values, and the words that name the place."""
@@ -68,7 +72,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(words: list[str]) -> dict[str, Any]:
-    """Turns `--train.lr 1e-4 --loader.threads=2` into nested values; a value is read as YAML."""
+    """Turns `--train.lr 1e-4 --loader.threads=2` into nested values; kept as typed until its key is known."""
     values: dict[str, Any] = {}
     rest = iter(words)
     for word in rest:
@@ -77,11 +81,7 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
             text = next(rest, "")
             if text == "" or text.startswith("--"):
                 raise UserError(f"--{key} needs a value after it, as in --{key} VALUE.")
-        try:
-            value = _yaml(pure=True).load(text)
-        except YAMLError:
-            value = text  # a plain string such as a path with a colon
-        _put(values, key.split("."), value)
+        _put(values, key.split("."), Word(text))
     return values
 
 
@@ -148,6 +148,8 @@ def _apply(top: Any, base: Any, values: Mapping[str, Any], origin: str, prefix: 
 
 def _validate(hint: Any, key: str, value: Any, origin: str) -> Any:
     """Strict: a number in quotes is no number. Through JSON, so that a list becomes a tuple and a string a path."""
+    if isinstance(value, Word):
+        return _validate_word(hint, key, value, origin)
     try:
         return _adapter(hint).validate_json(json.dumps(value), strict=True)
     except (ValidationError, TypeError) as error:
@@ -156,6 +158,21 @@ def _validate(hint: Any, key: str, value: Any, origin: str) -> Any:
         else:
             reasons = str(error)
         raise UserError(f"{key} cannot be {value!r} (from {origin}): {reasons}.") from error
+
+
+def _validate_word(hint: Any, key: str, word: Word, origin: str) -> Any:
+    try:
+        value = _yaml(pure=True).load(word)
+    except YAMLError:
+        value = str(word)
+    try:
+        return _validate(hint, key, value, origin)
+    except UserError as error:
+        # A name like 2024 or a path with a colon in it: YAML sees more than a string, the key wants a string.
+        try:
+            return _validate(hint, key, str(word), origin)
+        except UserError:
+            raise error from None
 
 
 def _unknown_key(top: Any, key: str, origin: str) -> str:
@@ -225,7 +242,6 @@ def _yaml(*, pure: bool = False) -> YAML:
     return yaml
 
 
-@cache
 def _hints(cls: Any) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 

@@ -1,0 +1,5 @@
+"""`python -m stoker`, which is how torchrun starts it."""
+
+from stoker.cli import main
+
+main()

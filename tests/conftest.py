@@ -1,0 +1,30 @@
+"""Data that several tests read: a small simulated set, made once a test process and never written to."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from stoker.recipes.icecube.simulate import simulate
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test reads or leaves anything in the cache of the person who runs it."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("STOKER_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def events_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """600 events in four files; read only."""
+    folder = tmp_path_factory.mktemp("events") / "set"
+    simulate(folder, num_events=600, num_files=4, seed=7)
+    return folder
+
+
+@pytest.fixture
+def own_events(events_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the events that a test may damage."""
+    return Path(shutil.copytree(events_dir, tmp_path / "own"))

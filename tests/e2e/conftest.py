@@ -1,0 +1,103 @@
+"""The installed command as a user runs it: in a process of its own, in a directory of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = [
+    "--model.width",
+    "16",
+    "--model.heads",
+    "2",
+    "--model.dom_layers",
+    "1",
+    "--loader.batch_size",
+    "32",
+    "--train.epochs",
+    "2",
+    "--train.log_every",
+    "1",
+    "--train.save_every",
+    "3",
+    "--train.warmup_steps",
+    "5",
+    "--data.validation",
+    "[4]",
+    "--run.device",
+    "cpu",
+]
+
+
+@dataclass(frozen=True)
+class Stoker:
+    """Runs `stoker` and reads what it leaves."""
+
+    folder: Path
+
+    def start(self, *words: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "stoker", *map(str, words)]
+        return subprocess.Popen(
+            command, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.environment
+        )
+
+    def __call__(self, *words: object) -> str:
+        process = self.start(*words)
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        return out
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def json(self, *words: object) -> Any:
+        return json.loads(self(*words, "--json"))
+
+    def kill_after(self, events: int, *words: object) -> Path:
+        """Starts a run and kills it (-9) once it has logged that many steps; returns its folder."""
+        process = self.start(*words)
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline and process.poll() is None:
+            if len(self.losses(self.only_run())) >= events:
+                break
+            time.sleep(0.01)
+        assert process.poll() is None, process.communicate()
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        run = self.only_run()
+        assert run is not None
+        return run
+
+    def only_run(self) -> Path | None:
+        return next(iter((self.folder / "runs").glob("*")), None) if (self.folder / "runs").exists() else None
+
+    @staticmethod
+    def losses(run: Path | None) -> dict[int, float]:
+        """The loss of every step; of a step that was repeated after a restart, the later one."""
+        if run is None or not (run / "events.jsonl").exists():
+            return {}
+        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if line.endswith("}")]
+        return {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+
+
+@pytest.fixture
+def stoker(tmp_path: Path) -> Stoker:
+    return Stoker(tmp_path)
+
+
+@pytest.fixture
+def another_stoker(tmp_path: Path) -> Callable[[str], Stoker]:
+    def make(name: str) -> Stoker:
+        (tmp_path / name).mkdir()
+        return Stoker(tmp_path / name)
+
+    return make
