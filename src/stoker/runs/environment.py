@@ -64,7 +64,7 @@ def gpu_names() -> list[str]:
 
 @cache
 def code_version() -> dict[str, Any]:
-    """Commit of the checkout that this code runs from, and whether it was changed since; empty for an installed copy."""
+    """Commit of the checkout this code runs from, and whether it was changed since; empty for an installed copy."""
     folder = Path(__file__).parent
 
     def git(*words: str) -> str | None:

@@ -38,7 +38,7 @@ def demo() -> RunConfig:
         data=IceCubeData(),
         model=TwoStageConfig(width=64, heads=4, pulse_layers=1, dom_layers=2, expansion=2.0),
         loader=LoaderConfig(batch_size=128),
-        train=TrainConfig(epochs=2, lr=1e-3, warmup_steps=50, clip_norm=1.0),
+        train=TrainConfig(epochs=1, lr=1e-3, warmup_steps=50),
     )
 
 
