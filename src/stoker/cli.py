@@ -62,6 +62,33 @@ class Simulate:
 
 
 @dataclass(frozen=True)
+class Pack:
+    """Convert a data set to the packed store, once. A killed pack goes on where it was."""
+
+    recipe: Positional[str]  # whose data it is
+    source: Positional[Path]  # the data set
+    out: Positional[Path]  # folder to make
+    shuffled: int | None = None  # seed: write the samples in a random order, for disks that only read forward
+    threads: int | None = None  # default: one a core, at most 8
+    verify: Flag = False  # compare every value with the source afterwards, or of a store that exists
+    json: Flag = False  # print the result as JSON
+
+    def run(self, overrides: list[str]) -> int:
+        _no_overrides("pack", overrides)
+        from stoker import launch
+
+        result = launch.pack_data(
+            self.recipe, self.source, self.out, shuffled=self.shuffled, threads=self.threads, verify=self.verify
+        )
+        text = "\n".join(
+            f"{key.replace('_', ' ')}: {value:,}" if isinstance(value, int) else f"{key}: {value}"
+            for key, value in result.items()
+        )
+        _print_result(result, text, as_json=self.json)
+        return 0
+
+
+@dataclass(frozen=True)
 class Train:
     """Train a model. --group.key VALUE overrides any key that `stoker config TARGET` prints."""
 
@@ -144,6 +171,7 @@ class Config:
 
 COMMANDS: dict[str, Any] = {
     "simulate": Simulate,
+    "pack": Pack,
     "train": Train,
     "resume": Resume,
     "evaluate": Evaluate,

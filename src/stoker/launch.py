@@ -5,19 +5,25 @@ The one place that puts the parts together; everything below it gets them handed
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from stoker import console, settings
-from stoker.data.loader import Loader
+from stoker.data import pack
+from stoker.data.loader import Loader, LoaderConfig
+from stoker.data.order import Order, StorageOrder
 from stoker.data.plan import Plan
+from stoker.data.quality import shuffle_quality
+from stoker.data.samples import Subset
+from stoker.data.stages import Stage
+from stoker.data.store import is_store, open_store
 from stoker.errors import UserError
-from stoker.recipe import Recipe, RunConfig
+from stoker.recipe import Recipe, RunConfig, RunData
 from stoker.runs.events import EventLog, read_events
 from stoker.runs.folder import RunFolder, create_run, open_run, record_environment
 from stoker.settings import Layer
@@ -101,6 +107,34 @@ def evaluate_run(path: Path, which: str) -> Outcome:
     return Outcome(run, target.recipe, evaluate(parts.task, parts.validation, device))
 
 
+def pack_data(
+    recipe_name: str, source: Path, out: Path, *, shuffled: int | None, threads: int | None, verify: bool
+) -> dict[str, Any]:
+    """Packs a data set, or this process's share of it under torchrun or in a Slurm array."""
+    recipe, _ = _find_recipe(recipe_name)
+    if shuffled is not None and shuffled < 0:
+        raise UserError(f"--shuffled is {shuffled}; a seed is 0 or more.")
+    num_threads = threads or LoaderConfig().num_threads
+    packing = recipe.packing(source, shuffled, num_threads)
+    rank, num_ranks = pack.ranks_from_environment()
+    if verify and is_store(out):
+        store = open_store(out)
+    else:
+        packed = pack.pack(out, packing, threads=num_threads, rank=rank, num_ranks=num_ranks)
+        if packed is None:
+            return {"path": str(out), "state": "other ranks are still at work"}
+        store = packed
+    result: dict[str, Any] = {
+        "path": str(out),
+        "samples": len(store.table),
+        "rows": store.num_rows,
+        "bytes": store.num_bytes,
+    }
+    if verify:
+        result["values_verified"] = pack.verify(store, packing, num_threads)
+    return result
+
+
 def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -115,20 +149,43 @@ class _Parts:
     training: Loader[Any]
     validation: Loader[Any]
     device: torch.device
-    description: dict[str, Any]
+    data: RunData
 
 
 def _build(recipe: Recipe, config: RunConfig, device: torch.device) -> _Parts:
-    data = recipe.open_data(config)
+    data = recipe.open_data(config, device)
     torch.manual_seed(config.run.seed)
     task = recipe.build_task(config)
-    batch_size = config.loader.batch_size
     return _Parts(
         task=task,
-        training=Loader(Plan(data.training, batch_size), data.make_batch, config.loader),
-        validation=Loader(Plan(data.validation, batch_size, shuffle=False), data.make_batch, config.loader),
+        training=_loader(data, data.training, data.order(data.training), config, device),
+        validation=_loader(data, data.validation, lambda seed, epoch: StorageOrder(), config, device),
         device=device,
-        description=dict(data.description),
+        data=data,
+    )
+
+
+def _loader(
+    data: RunData, subset: Subset, order: Callable[[int, int], Order], config: RunConfig, device: torch.device
+) -> Loader[Any]:
+    loader = config.loader
+    plan = Plan(
+        table=data.table,
+        subset=subset,
+        order=order,
+        batch_size=loader.batch_size,
+        batch_cost=loader.batch_cost,
+        micro_cost=loader.micro_cost,
+        sample_cost=loader.sample_cost,
+    )
+    pinned = [Stage("pin", lambda batch: batch.pin())] if device.type == "cuda" else []
+    return Loader(
+        plan,
+        [*data.stages, *pinned],
+        loader,
+        where=data.where,
+        bytes_per_cost=data.bytes_per_cost,
+        cache_bytes=data.cache_bytes,
     )
 
 
@@ -139,17 +196,37 @@ def _run(run: RunFolder, recipe: Recipe, config: RunConfig, parts: _Parts, resum
         log.write(
             "start",
             resumed_from=resume_from.name if resume_from else None,
-            data=parts.description,
+            data=dict(parts.data.description),
             parameters=num_parameters,
             steps=total_steps(config.train, parts.training),
             device=str(parts.device),
         )
+        _report_shuffle(log, parts.training, config.run.seed)
         trainer = Trainer(
-            config.train, parts.task, parts.training, parts.validation, parts.device, log, run.checkpoints
+            config=config.train,
+            task=parts.task,
+            training=parts.training,
+            validation=parts.validation,
+            device=parts.device,
+            log=log,
+            checkpoints=run.checkpoints,
+            quarantine=parts.data.quarantine,
         )
         metrics = train(trainer, config.run.seed, resume_from)
     rates = [event["samples_per_s"] for event in read_events(run.events, "step")]
     return Outcome(run, recipe, metrics, sum(rates) / len(rates) if rates else None)
+
+
+def _report_shuffle(log: EventLog, loader: Loader[Any], seed: int) -> None:
+    """Measures how well the order is mixed, on the first part of the first two epochs."""
+    plan, size = loader.plan, min(len(loader.plan), 200_000)
+    if size < 3:
+        return
+    first, second = (plan.subset.rows(plan.order(seed, epoch).take(0, size)) for epoch in (0, 1))
+    batch_size = plan.batch_size or max(1, size // max(1, plan.steps_per_epoch()))
+    quality = shuffle_quality(first, plan.table.columns["shard"], batch_size, second)
+    log.write("shuffle", **asdict(quality))
+    console.say(f"shuffle: {quality.line()}")
 
 
 @contextmanager

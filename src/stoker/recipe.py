@@ -1,15 +1,20 @@
 """What a recipe is: a configuration with presets, data, and a task. Built-in recipes and a user's own look the same."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field
 
 from stoker.data.loader import LoaderConfig
+from stoker.data.order import Order
+from stoker.data.pack import Packing
+from stoker.data.quarantine import Quarantine
 from stoker.data.ragged import Indices
-from stoker.data.samples import Subset
+from stoker.data.samples import SampleTable, Subset
+from stoker.data.stages import Stage
 from stoker.settings import AlsoCalled, config
 from stoker.train.loop import TrainConfig
 from stoker.train.task import Task
@@ -37,18 +42,25 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class RunData:
-    """Samples to train on and samples never trained on, and how rows of the sample table become a batch."""
+    """Samples to train on and samples never trained on, and how they become batches."""
 
+    table: SampleTable
     training: Subset
     validation: Subset
-    make_batch: Callable[[Indices], Any]
+    order: Callable[[Subset], Callable[[int, int], Order]]  # subset -> (seed, epoch) -> order of an epoch
+    stages: Sequence[Stage]  # the first gets a MicroBatch, the last gives a batch
+    where: Callable[[Indices], str]  # files of some rows, for messages
+    quarantine: Quarantine
     description: Mapping[str, Any]  # goes into the events
+    bytes_per_cost: float  # host memory that a unit of cost needs on its way
+    cache_bytes: int = 0  # of the RAM budget that the source keeps for itself
 
 
 @dataclass(frozen=True)
 class Recipe:
     name: str
     presets: Mapping[str, Callable[[], RunConfig]]  # the first one is used when none is named
-    open_data: Callable[[RunConfig], RunData]
+    open_data: Callable[[RunConfig, torch.device], RunData]
     build_task: Callable[[RunConfig], Task]
+    packing: Callable[[Path, int | None, int], Packing]  # (data set, seed of a random order, threads) -> what to pack
     result_table: Callable[[Mapping[str, float]], list[tuple[str, ...]]]  # heading, then rows, for people

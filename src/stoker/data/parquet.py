@@ -1,11 +1,11 @@
-"""Samples read directly from Parquet shards, where a sample is a range of rows.
+"""Samples read from Parquet shards at any place, where a sample is a range of rows.
 
-Whole row groups are decoded, in the thread that needs them, and kept in a cache of bounded size.
+Whole row groups are decoded in the thread that needs them and kept in a cache of bounded size. For a whole epoch in
+random order see `window`, which decodes each row group once.
 """
 
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from stoker.data.cache import ByteCache
+from stoker.data.quarantine import BadShard
 from stoker.data.ragged import Array, Indices, Ragged, offsets_of, range_indices
 from stoker.data.samples import SampleTable
 from stoker.errors import UserError
@@ -28,57 +30,123 @@ class ParquetSource:
         self._table = table
         self._types = {name: np.dtype(kind) for name, kind in columns.items()}
         self._starts: dict[int, Indices] = {}
-        self._cache = _GroupCache(cache_bytes)
+        self._metadata: dict[int, pq.FileMetaData] = {}
+        self._cache: ByteCache[tuple[int, int], dict[str, Array]] = ByteCache(cache_bytes)
 
     def gather(self, rows: Indices) -> Ragged:
-        """The rows of these samples, in the order asked for."""
+        """The rows of these samples, in the order asked for; quickest when that is the order of storage."""
         places = self._table.columns
-        shard, first, count = places["shard"][rows], places["first"][rows], places["count"][rows]
+        shard, first, count = (np.asarray(places[name][rows]) for name in ("shard", "first", "count"))
+        pieces = self._pieces(shard, first, count)
         offsets = offsets_of(count)
         columns = {name: np.empty(offsets[-1], kind) for name, kind in self._types.items()}
-        for number in np.unique(shard):
-            mine = np.flatnonzero(shard == number)
-            self._fill(columns, offsets, int(number), mine, first[mine], count[mine])
+        in_order = bool((np.diff(pieces.target) >= 0).all())
+        for start, stop in zip(pieces.group_starts[:-1], pieces.group_starts[1:], strict=True):
+            part = slice(start, stop)
+            group = self._group(int(pieces.shard[start]), int(pieces.group[start]))
+            take, sizes = range_indices(pieces.first[part], pieces.count[part])
+            where: slice | Indices
+            if in_order:  # pieces of a row group are neighbours in the batch too: no scatter
+                begin = offsets[pieces.target[start]] + pieces.skipped[start]
+                where = slice(begin, begin + sizes[-1])
+            else:
+                where = range_indices(offsets[pieces.target[part]] + pieces.skipped[part], pieces.count[part])[0]
+            for name, column in columns.items():
+                column[where] = group[name].take(take, mode="clip")
         return Ragged(columns, offsets)
 
-    def _fill(
-        self,
-        columns: Mapping[str, Array],
-        offsets: Indices,
-        shard: int,
-        samples: Indices,
-        first: Indices,
-        count: Indices,
-    ) -> None:
-        """Copies the samples of one shard, row group by row group; a sample may lie across two of them."""
-        starts = self._group_starts(shard)
-        begin_group = np.searchsorted(starts, first, side="right") - 1
-        end_group = np.searchsorted(starts, first + count - 1, side="right") - 1
-        for group in range(int(begin_group.min()), int(end_group.max()) + 1):
-            inside = np.flatnonzero((begin_group <= group) & (end_group >= group))
-            if not inside.size:
-                continue
-            low = np.maximum(first[inside], starts[group])
-            high = np.minimum(first[inside] + count[inside], starts[group + 1])
-            take, _ = range_indices(low - starts[group], high - low)
-            put, _ = range_indices(offsets[samples[inside]] + low - first[inside], high - low)
-            decoded = self._cache.get((shard, group), self._paths[shard], list(self._types))
-            for name, column in columns.items():
-                column[put] = decoded[name][take]
+    def where(self, rows: Indices) -> str:
+        numbers = np.unique(self._table.columns["shard"][rows])
+        names = ", ".join(str(self._paths[number]) for number in numbers[:3])
+        return names + (f" and {len(numbers) - 3} more files" if len(numbers) > 3 else "")
 
-    def _group_starts(self, shard: int) -> Indices:
+    def _pieces(self, shard: Indices, first: Indices, count: Indices) -> "_Pieces":
+        """Cuts the samples at the borders of row groups, and sorts the pieces by row group."""
+        begin, end = np.empty(len(shard), np.int64), np.empty(len(shard), np.int64)
+        for number in np.unique(shard):
+            mine = shard == number
+            starts = self.group_starts(int(number))
+            begin[mine] = np.searchsorted(starts, first[mine], side="right") - 1
+            end[mine] = np.searchsorted(starts, first[mine] + count[mine] - 1, side="right") - 1
+        group, offsets = range_indices(begin, end - begin + 1)
+        sample = np.repeat(np.arange(len(shard)), np.diff(offsets))
+        # Where each row group begins and ends, looked up piece by piece in the starts of its own shard.
+        low, high = np.empty(len(sample), np.int64), np.empty(len(sample), np.int64)
+        for number in np.unique(shard):
+            mine = shard[sample] == number
+            starts = self.group_starts(int(number))
+            low[mine], high[mine] = starts[group[mine]], starts[group[mine] + 1]
+        from_row = np.maximum(first[sample], low)
+        to_row = np.minimum(first[sample] + count[sample], high)
+        order = np.lexsort((sample, group, shard[sample]))
+        shard_of, group_of = shard[sample][order], group[order]
+        borders = np.flatnonzero((np.diff(shard_of) != 0) | (np.diff(group_of) != 0)) + 1
+        return _Pieces(
+            shard=shard_of,
+            group=group_of,
+            target=sample[order],
+            first=(from_row - low)[order],
+            count=(to_row - from_row)[order],
+            skipped=(from_row - first[sample])[order],
+            group_starts=np.concatenate([[0], borders, [len(order)]]) if len(order) else np.zeros(1, np.int64),
+        )
+
+    def _group(self, shard: int, group: int) -> dict[str, Array]:
+        return self._cache.get((shard, group), lambda: self._decode(shard, group), _size)
+
+    def _decode(self, shard: int, group: int) -> dict[str, Array]:
+        names = list(self._types)
+        try:
+            table = open_parquet(self._paths[shard], names, self.metadata(shard)).read_row_group(
+                group, columns=names, use_threads=False
+            )
+        except UserError as error:
+            raise BadShard(shard, str(error)) from error
+        except (OSError, pa.ArrowInvalid) as error:
+            path = self._paths[shard]
+            raise BadShard(shard, f"Row group {group} of {path} cannot be read ({error}). Fetch it again.") from error
+        return {name: table.column(name).to_numpy().astype(kind, copy=False) for name, kind in self._types.items()}
+
+    def group_starts(self, shard: int) -> Indices:
         """Row at which each row group of a shard starts, and the number of rows at the end."""
         if shard not in self._starts:
-            metadata = open_parquet(self._paths[shard]).metadata
-            sizes = np.array([metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)], np.int64)
-            self._starts[shard] = offsets_of(sizes)
+            self._starts[shard] = group_starts_of(self.metadata(shard))
         return self._starts[shard]
 
+    def metadata(self, shard: int) -> pq.FileMetaData:
+        """The footer of a shard, read once."""
+        if shard not in self._metadata:
+            try:
+                self._metadata[shard] = open_parquet(self._paths[shard], list(self._types)).metadata
+            except UserError as error:
+                raise BadShard(shard, str(error)) from error
+        return self._metadata[shard]
 
-def open_parquet(path: Path, columns: Sequence[str] = ()) -> pq.ParquetFile:
-    """Opens a Parquet file that has these columns, or says what is wrong with it."""
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Parts of samples that each lie in one row group, sorted by row group."""
+
+    shard: Indices
+    group: Indices
+    target: Indices  # number of the sample in the batch
+    first: Indices  # row inside the row group
+    count: Indices
+    skipped: Indices  # rows of the sample that lie in earlier row groups
+    group_starts: Indices  # where the pieces of each row group begin, and their number
+
+
+def group_starts_of(metadata: pq.FileMetaData) -> Indices:
+    """Row at which each row group of a file starts, and the number of rows at the end."""
+    return offsets_of(
+        np.array([metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)], np.int64)
+    )
+
+
+def open_parquet(path: Path, columns: Sequence[str] = (), metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
+    """Opens a Parquet file that has these columns, or says what is wrong with it; with its footer if that is known."""
     try:
-        file = pq.ParquetFile(path, memory_map=True)
+        file = pq.ParquetFile(path, metadata=metadata, memory_map=True)
     except FileNotFoundError:
         raise UserError(f"The file {path} is missing.") from None
     except (OSError, pa.ArrowInvalid) as error:
@@ -92,40 +160,6 @@ def open_parquet(path: Path, columns: Sequence[str] = ()) -> pq.ParquetFile:
             f"{path} lacks the column(s) {', '.join(missing)}; it has {', '.join(file.schema_arrow.names)}."
         )
     return file
-
-
-class _GroupCache:
-    """Decoded row groups, the least recently used dropped first. One thread decodes a group, others wait for it."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._limit, self._held = num_bytes, 0
-        self._groups: OrderedDict[tuple[int, int], dict[str, Array]] = OrderedDict()
-        self._busy: dict[tuple[int, int], threading.Lock] = {}
-        self._lock = threading.Lock()
-
-    def get(self, key: tuple[int, int], path: Path, names: list[str]) -> dict[str, Array]:
-        with self._lock:
-            busy = self._busy.setdefault(key, threading.Lock())
-        with busy:
-            with self._lock:
-                if key in self._groups:
-                    self._groups.move_to_end(key)
-                    return self._groups[key]
-            group = _decode(path, key[1], names)
-            with self._lock:
-                self._groups[key] = group
-                self._held += _size(group)
-                while self._held > self._limit and len(self._groups) > 1:
-                    self._held -= _size(self._groups.popitem(last=False)[1])
-            return group
-
-
-def _decode(path: Path, group: int, names: list[str]) -> dict[str, Array]:
-    try:
-        table = open_parquet(path, names).read_row_group(group, columns=names, use_threads=False)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise UserError(f"Row group {group} of {path} cannot be read ({error}). Fetch the file again.") from error
-    return {name: table.column(name).to_numpy() for name in names}
 
 
 def _size(group: Mapping[str, Array]) -> int:

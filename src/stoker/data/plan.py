@@ -1,23 +1,27 @@
-"""The plan: which samples form which step, and which of them each rank takes.
+"""The plan: which samples form which step, and which micro-batches of it each rank takes.
 
-A step is a stretch of the epoch's order, the same for any number of ranks, threads or look-ahead; only then is it dealt
-to the ranks. The state is {seed, epoch, position}, position being the samples of the epoch consumed so far, so resuming
-is arithmetic. Every sample comes exactly once an epoch; the last step of an epoch is short, neither padded nor dropped.
+A step is a stretch of the epoch's order, cut by number of samples or by a budget of cost; it is the same for any number
+of ranks, threads or look-ahead. Only then is it dealt: into as many micro-batches as memory asks for, the same number for
+every rank, balanced by cost. The state is {seed, epoch, position}, position being the samples of the epoch consumed so
+far, so resuming is arithmetic, also with another number of ranks.
+
+Every sample comes exactly once an epoch. The last step of an epoch is short, neither padded nor dropped; if it has fewer
+samples than there are ranks, some micro-batches are empty.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from stoker.data.order import ExactOrder
+from stoker.data.order import Order
 from stoker.data.ragged import Indices
-from stoker.data.samples import Subset
+from stoker.data.samples import SampleTable, Subset
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where an epoch stands: `consumed` samples of it are behind us."""
+    """Where a run stands: `consumed` samples of an epoch are behind it."""
 
     seed: int
     epoch: int = 0
@@ -26,31 +30,118 @@ class Position:
 
 @dataclass(frozen=True)
 class StepPlan:
-    rows: Indices  # rows of the sample table, of the whole step
-    after: Position  # where the run stands when the step is done
+    """The samples of one step over all ranks, as rows of the sample table, in the order of the epoch."""
+
+    rows: Indices
+    before: Position
+    after: Position
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What is read at once."""
+
+    rows: Indices
+    seed: int
+    epoch: int
 
 
 @dataclass(frozen=True)
 class Plan:
+    table: SampleTable
     subset: Subset
-    batch_size: int  # samples a step, over all ranks
-    shuffle: bool = True
+    order: Callable[[int, int], Order]  # (seed, epoch) -> order of the subset
+    batch_size: int | None  # samples a step, or
+    batch_cost: int | None = None  # cost a step
+    micro_cost: int | None = None  # most cost in a micro-batch; None: one micro-batch a rank
+    sample_cost: int | None = None  # a sample that costs more is thinned to this
 
-    @property
+    def __post_init__(self) -> None:
+        if (self.batch_size is None) == (self.batch_cost is None):
+            raise ValueError("a step is cut by batch_size or by batch_cost: exactly one of them must be given")
+
+    def __len__(self) -> int:
+        return len(self.subset)
+
     def steps_per_epoch(self) -> int:
-        return -(-len(self.subset) // self.batch_size)
+        """Exact for steps by number; for steps by cost an estimate from the mean cost."""
+        if self.batch_size is not None:
+            return -(-len(self) // self.batch_size)
+        assert self.batch_cost is not None
+        return max(1, round(len(self) * self._mean_cost() / self.batch_cost))
 
     def steps(self, position: Position, num_epochs: int | None = None) -> Iterator[StepPlan]:
         """The steps from `position` on, through the end of epoch `num_epochs` - 1, or for ever."""
         while num_epochs is None or position.epoch < num_epochs:
-            order = ExactOrder(len(self.subset), position.seed, position.epoch) if self.shuffle else None
-            while position.consumed < len(self.subset):
-                step = self._step(order, position)
-                position = step.after
-                yield step
+            order = _InStretches(self.order(position.seed, position.epoch), len(self))
+            while position.consumed < len(self):
+                rows = self._next_rows(order, position.consumed)
+                after = Position(position.seed, position.epoch, position.consumed + len(rows))
+                yield StepPlan(rows, position, after)
+                position = after
             position = Position(position.seed, position.epoch + 1, 0)
 
-    def _step(self, order: ExactOrder | None, position: Position) -> StepPlan:
-        stop = min(position.consumed + self.batch_size, len(self.subset))
-        taken = order.take(position.consumed, stop) if order else np.arange(position.consumed, stop, dtype=np.int64)
-        return StepPlan(self.subset.rows(taken), Position(position.seed, position.epoch, stop))
+    def costs(self, rows: Indices) -> Indices:
+        """Cost of each sample, after thinning."""
+        costs = self.table.cost(rows)
+        return costs if self.sample_cost is None else np.minimum(costs, self.sample_cost)
+
+    def deal(self, step: StepPlan, num_ranks: int) -> list[list[MicroBatch]]:
+        """The step's micro-batches for each rank, the same number for all."""
+        costs = self.costs(step.rows)
+        each = 1
+        if self.micro_cost is not None:
+            each = max(1, -(-int(costs.sum()) // (num_ranks * self.micro_cost)))
+        while True:
+            bins = _balanced(costs, num_ranks * each)
+            fits = self.micro_cost is None or num_ranks * each >= len(costs)
+            if fits or np.bincount(bins, costs).max(initial=0) <= (self.micro_cost or 0):
+                break
+            each += 1
+        dealt = [self._micro_batch(step, step.rows[bins == number]) for number in range(num_ranks * each)]
+        return [dealt[rank::num_ranks] for rank in range(num_ranks)]
+
+    def _micro_batch(self, step: StepPlan, rows: Indices) -> MicroBatch:
+        # In the order of storage: the same sum of gradients, and reads that only go forward.
+        return MicroBatch(np.sort(rows), step.before.seed, step.before.epoch)
+
+    def _next_rows(self, order: Order, start: int) -> Indices:
+        if self.batch_size is not None:
+            return self.subset.rows(order.take(start, min(start + self.batch_size, len(self))))
+        assert self.batch_cost is not None
+        length = 2 + int(1.25 * self.batch_cost / max(1.0, self._mean_cost()))
+        while True:
+            rows = self.subset.rows(order.take(start, min(start + length, len(self))))
+            spent = np.cumsum(self.costs(rows))
+            if spent[-1] > self.batch_cost or start + len(rows) == len(self):
+                return rows[: max(1, int(np.searchsorted(spent, self.batch_cost, side="right")))]
+            length *= 2
+
+    def _mean_cost(self) -> float:
+        """From a fixed sample of the subset: reading every cost would touch the whole table."""
+        size = min(len(self), 4096)
+        return float(self.costs(self.subset.rows(np.linspace(0, len(self) - 1, size).astype(np.int64))).mean())
+
+
+class _InStretches:
+    """An order asked for many positions at once, because a few cost nearly as much as thousands."""
+
+    def __init__(self, order: Order, num_samples: int, size: int = 1 << 15) -> None:
+        self._order, self._num_samples, self._size = order, num_samples, size
+        self._start, self._held = 0, np.zeros(0, np.int64)
+
+    def take(self, start: int, stop: int) -> Indices:
+        if not (self._start <= start and stop <= self._start + len(self._held)):
+            end = min(max(stop, start + self._size), self._num_samples)
+            self._start, self._held = start, self._order.take(start, end)
+        return self._held[start - self._start : stop - self._start]
+
+
+def _balanced(costs: Indices, num_bins: int) -> Indices:
+    """Bin of each sample: the costliest first, dealt forth and back."""
+    if num_bins == 1:
+        return np.zeros(len(costs), np.int64)
+    turn = np.arange(len(costs)) % (2 * num_bins)
+    bins = np.empty(len(costs), np.int64)
+    bins[np.argsort(-costs, kind="stable")] = np.minimum(turn, 2 * num_bins - 1 - turn)
+    return bins

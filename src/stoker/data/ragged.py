@@ -33,8 +33,20 @@ def range_indices(first: npt.NDArray[np.integer[Any]], counts: npt.NDArray[np.in
     """Indices of the rows first[i] .. first[i] + counts[i] of every sample in turn, and their offsets."""
     offsets = offsets_of(counts)
     indices = np.repeat(first - offsets[:-1], counts)
-    indices += np.arange(offsets[-1])
+    indices += count_up(int(offsets[-1]))
     return indices, offsets
+
+
+def count_up(stop: int) -> Indices:
+    """0 .. stop - 1, read only. Shared: filling fresh memory would cost more than the arithmetic it is used for."""
+    global _numbers
+    if stop > len(_numbers):
+        _numbers = np.arange(max(stop, 2 * len(_numbers)))
+        _numbers.flags.writeable = False
+    return _numbers[:stop]
+
+
+_numbers = np.arange(1 << 16)
 
 
 def sample_of_row(offsets: Indices) -> Indices:

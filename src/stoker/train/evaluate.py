@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from stoker import console
+from stoker.data.device import feed
 from stoker.data.loader import Loader
 from stoker.data.plan import Position
 from stoker.train.task import Task
@@ -17,11 +18,11 @@ def evaluate(task: Task, loader: Loader[Any], device: torch.device) -> dict[str,
     """Metrics over all samples of the loader's plan."""
     collected: dict[str, list[torch.Tensor]] = {}
     with console.progress("evaluate", len(loader.plan.subset), "samples") as bar, inference(task.model):
-        for loaded in loader.batches(Position(seed=0), num_epochs=1):
-            batch = loaded.batch.to(device)
-            for name, values in task.scores(task.predict(batch), batch).items():
-                collected.setdefault(name, []).append(values.float().cpu())
-            bar.advance(batch.num_samples)
+        for step in feed(loader.batches(Position(seed=0), num_epochs=1), device):
+            for batch in step.batches:
+                for name, values in task.scores(task.predict(batch), batch).items():
+                    collected.setdefault(name, []).append(values.float().cpu())
+            bar.advance(step.loaded.num_samples)
     scores = {name: torch.cat(parts).double().numpy() for name, parts in collected.items()}
     summary = task.summarise(scores)
     # Kept as plain numbers: a numpy scalar would not survive the way into JSON.

@@ -10,8 +10,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from stoker import console
+from stoker.data.device import OnDevice, feed
 from stoker.data.loader import Loader
 from stoker.data.plan import Position
+from stoker.data.quarantine import Quarantine
 from stoker.runs.events import EventLog
 from stoker.settings import AlsoCalled, config
 from stoker.train import checkpoint
@@ -48,6 +50,7 @@ class Trainer:
     device: torch.device
     log: EventLog
     checkpoints: Path
+    quarantine: Quarantine
 
 
 def train(trainer: Trainer, seed: int, resume_from: Path | None = None) -> dict[str, float]:
@@ -62,16 +65,20 @@ def train(trainer: Trainer, seed: int, resume_from: Path | None = None) -> dict[
     metrics: dict[str, float] = {}
     with console.progress("train", total - progress.step, "steps") as bar:
         meter = Meter()
-        for loaded in trainer.training.batches(progress.position, config.epochs):
+        steps = trainer.training.batches(progress.position, config.epochs)
+        for step in feed(steps, trainer.device):
             if progress.step >= total:
                 break
-            batch = loaded.batch.to(trainer.device)
+            loaded = step.loaded
             lr = config.lr * warmup_cosine(progress.step, warmup_steps=config.warmup_steps, total_steps=total)
-            loss, norm = update(task, optimizer, batch, lr, config.clip_norm)
+            loss, norm = update(task, optimizer, step, lr, config.clip_norm)
             progress = Progress(progress.step + 1, loaded.after, best_score=progress.best_score)
-            meter.add(loss, norm, batch.num_samples, loaded.wait_s)
+            meter.add(loss, norm, loaded.num_samples, loaded.wait_s)
             if progress.step % config.log_every == 0 or progress.step == total:
                 trainer.log.write("step", step=progress.step, epoch=loaded.after.epoch, lr=lr, **meter.read())
+                trainer.log.write("loader", step=progress.step, **trainer.training.times.read())
+                for news in trainer.quarantine.take_news():
+                    trainer.log.write("quarantine", step=progress.step, **news)
                 console.say(meter.line(progress.step, total, lr))
                 meter = Meter()
             if is_due(config.evaluate_every, trainer, progress, total):
@@ -86,21 +93,28 @@ def train(trainer: Trainer, seed: int, resume_from: Path | None = None) -> dict[
 
 
 def update(
-    task: Task, optimizer: torch.optim.Optimizer, batch: Any, lr: float, clip_norm: float | None
+    task: Task, optimizer: torch.optim.Optimizer, step: OnDevice[Any], lr: float, clip_norm: float | None
 ) -> tuple[Tensor, Tensor]:
-    """One optimizer step; the loss and the gradient norm stay on the device."""
+    """One optimizer step over all its micro-batches; the loss and the gradient norm stay on the device."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-    loss = task.losses(task.predict(batch), batch).mean()
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
+    losses = []
+    for batch in step.batches:
+        if not batch.num_samples:
+            continue
+        # Each sample weighs the same, however the step was cut.
+        loss = task.losses(task.predict(batch), batch).sum() / step.loaded.num_samples
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    loss = torch.stack(losses).sum()
     norm = nn.utils.clip_grad_norm_(task.model.parameters(), clip_norm if clip_norm else float("inf"))
     optimizer.step()
     return loss.detach(), norm.detach()
 
 
 def total_steps(config: TrainConfig, loader: Loader[Any]) -> int:
-    planned = loader.plan.steps_per_epoch * config.epochs
+    planned = loader.plan.steps_per_epoch() * config.epochs
     return min(planned, config.steps) if config.steps else planned
 
 

@@ -2,19 +2,11 @@
 
 # B samples of a batch
 from collections.abc import Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor, nn
-
-
-class Batch(Protocol):
-    @property
-    def num_samples(self) -> int: ...
-
-    def to(self, device: torch.device) -> Self: ...
 
 
 class Task(Protocol):

@@ -1,20 +1,31 @@
-"""A batch of events as the models see it: pulses grouped by DOM, DOMs grouped by event, nothing padded."""
+"""A batch of events, nothing padded: as it is read on the host (small), and as the models see it on the device.
+
+On the host a pulse takes nine bytes. On its way to the device times and charges become floats, and pulses that were
+read from Parquet, in order of time, are grouped by DOM; those of the packed store already are.
+"""
 
 # E events, D DOMs hit (of all events), P pulses
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.data.ragged import Array, Indices, Ragged, offsets_of, sample_of_row
+from stoker.data.ragged import Array, Indices, Ragged, offsets_of
 from stoker.recipes.icecube.geometry import NUM_SENSORS
+
+# Bits of `flags`.
+AUXILIARY, FIRST_OF_DOM = 1, 2
+# Charges are 0.025 + 0.05 k photo-electrons: thousandths of (25 + 50 k), exact in float64 and the nearest in float32.
+CHARGE_FIRST, CHARGE_STEP, CHARGE_UNIT = 25, 50, 1000
 
 
 @dataclass(frozen=True)
 class EventBatch:
+    """On the device."""
+
     time: Tensor  # (P,) float32 ns
     charge: Tensor  # (P,) float32 photo-electrons
     auxiliary: Tensor  # (P,) float32, 1 where the pulse was not part of a local coincidence
@@ -28,31 +39,109 @@ class EventBatch:
     def num_samples(self) -> int:
         return len(self.rows)
 
-    def to(self, device: torch.device) -> Self:
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
-        return type(self)(**moved)
+
+@dataclass(frozen=True)
+class HostBatch:
+    """As read. Unsigned 16-bit codes are carried as int16, which every torch operation knows."""
+
+    time: Tensor  # (P,) int32 ns
+    charge: Tensor  # (P,) int16 code, or float32
+    sensor: Tensor  # (P,) int16
+    flags: Tensor  # (P,) uint8
+    pulse_offsets: Tensor  # (E + 1,) int32, into pulses
+    event_offsets: Tensor | None  # (E + 1,) int32, into DOMs; None where pulses are not grouped
+    num_doms: int  # of all events; 0 where pulses are not grouped
+    direction: Tensor  # (E, 3)
+    rows: Tensor  # (E,)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def pin(self) -> Self:
+        return self._with({name: tensor.pin_memory() for name, tensor in self._tensors().items()})
+
+    def to(self, device: torch.device) -> EventBatch:
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self._tensors().items()}
+        return self._with(moved)._on_device()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def _with(self, tensors: dict[str, Any]) -> Self:
+        return replace(self, **tensors)
+
+    def _on_device(self) -> EventBatch:
+        return self._grouped() if self.event_offsets is not None else self._sorted()._grouped()
+
+    def _grouped(self) -> EventBatch:
+        assert self.event_offsets is not None
+        offsets = dom_offsets(self.flags, self.num_doms)
+        return EventBatch(
+            time=self.time.float(),
+            charge=decode_charge(self.charge),
+            auxiliary=(self.flags & AUXILIARY).float(),
+            dom_offsets=offsets,
+            sensor=self.sensor[offsets[:-1]].long(),
+            event_offsets=self.event_offsets.long(),
+            direction=self.direction,
+            rows=self.rows,
+        )
+
+    def _sorted(self) -> "HostBatch":
+        """Groups pulses by DOM, in their order of time. Waits for the device once: the number of DOMs is not known."""
+        counts = self.pulse_offsets.diff()
+        event = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        key, order = torch.sort(event * NUM_SENSORS + self.sensor, stable=True)
+        is_first = torch.diff(key, prepend=key.new_full((1,), -1)) != 0
+        doms = torch.bincount(event[order][is_first], minlength=len(counts))
+        event_offsets = torch.cat([doms.new_zeros(1), doms.cumsum(0)])
+        grouped = {name: getattr(self, name)[order] for name in ("time", "charge", "sensor")}
+        flags = (self.flags[order] & AUXILIARY) | (is_first * FIRST_OF_DOM).to(torch.uint8)
+        return self._with(
+            {**grouped, "flags": flags, "event_offsets": event_offsets, "num_doms": int(event_offsets[-1])}
+        )
 
 
-def collate(pulses: Ragged, labels: Mapping[str, Array], rows: Indices) -> EventBatch:
-    """Sorts the pulses of each event by DOM, keeping their order in time, and marks where DOMs and events begin."""
-    event = sample_of_row(pulses.offsets)
-    group = event * NUM_SENSORS + pulses.columns["sensor_id"]
-    # Sorting one integer that carries its own index is several times quicker than a stable argsort.
-    bits = max(1, int(len(group) - 1).bit_length())
-    keyed = np.sort((group << bits) | np.arange(len(group)))
-    order, group = keyed & ((1 << bits) - 1), keyed >> bits
-    first = np.flatnonzero(np.diff(group, prepend=-1))
-    doms_per_event = np.bincount(group[first] // NUM_SENSORS, minlength=len(rows))
-    return EventBatch(
-        time=torch.from_numpy(pulses.columns["time"][order].astype(np.float32)),
-        charge=torch.from_numpy(pulses.columns["charge"][order].astype(np.float32)),
-        auxiliary=torch.from_numpy(pulses.columns["auxiliary"][order].astype(np.float32)),
-        dom_offsets=torch.from_numpy(np.append(first, len(group))),
-        sensor=torch.from_numpy(group[first] % NUM_SENSORS),
-        event_offsets=torch.from_numpy(offsets_of(doms_per_event)),
+def collate(pulses: Ragged, labels: Mapping[str, Array], rows: Indices, doms: Array | None) -> HostBatch:
+    """From columns (time, charge, sensor, flags) to a batch.
+
+    `doms`, the number of DOMs of each event, is given where pulses stand by DOM, as flags tell.
+    """
+    columns = pulses.columns
+    charge = columns["charge"]
+    event_offsets = None if doms is None else offsets_of(doms)
+    return HostBatch(
+        time=torch.from_numpy(columns["time"]),
+        charge=torch.from_numpy(charge.view(np.int16) if charge.dtype == np.uint16 else charge),
+        sensor=torch.from_numpy(columns["sensor"].view(np.int16)),
+        flags=torch.from_numpy(columns["flags"].view(np.uint8)),
+        pulse_offsets=torch.from_numpy(pulses.offsets.astype(np.int32)),
+        event_offsets=None if event_offsets is None else torch.from_numpy(event_offsets.astype(np.int32)),
+        num_doms=0 if event_offsets is None else int(event_offsets[-1]),
         direction=torch.from_numpy(unit_vectors(labels["azimuth"], labels["zenith"])),
         rows=torch.from_numpy(rows),
     )
+
+
+def dom_offsets(flags: Tensor, num_doms: int) -> Tensor:
+    """(D + 1,) where each DOM's pulses begin, from the marks of their first pulses; nobody waits for the device."""
+    position = torch.arange(len(flags), device=flags.device)
+    dom = torch.cumsum((flags & FIRST_OF_DOM) > 0, 0) - 1
+    offsets = torch.full((num_doms + 1,), len(flags), dtype=torch.int64, device=flags.device)
+    return offsets.scatter_reduce_(0, dom, position, "amin")
+
+
+def decode_charge(charge: Tensor) -> Tensor:
+    """Photo-electrons from 16-bit codes; floats are charges already."""
+    if charge.dtype != torch.int16:
+        return charge.float()
+    code = charge.int() & 0xFFFF
+    return (CHARGE_FIRST + CHARGE_STEP * code).float() / CHARGE_UNIT
 
 
 def unit_vectors(azimuth: Array, zenith: Array) -> Array:

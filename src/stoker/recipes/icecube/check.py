@@ -17,6 +17,7 @@ from stoker.data.ragged import Array, Indices, Ragged, sample_of_row
 from stoker.recipes.icecube import events
 from stoker.recipes.icecube.baselines import line_fit
 from stoker.recipes.icecube.batch import EventBatch, collate
+from stoker.recipes.icecube.data import stored_columns
 from stoker.recipes.icecube.losses import angle_between
 
 MOST_EVENTS = 200_000  # looked at; more would not change a figure
@@ -47,7 +48,7 @@ def check_events(root: Path) -> list[Figure]:
         for rows in _stretches(num_events):
             pulses = source.gather(rows)
             labels = {name: np.asarray(table.columns[name][rows]) for name in events.LABELS}
-            batch = collate(pulses, labels, rows)
+            batch = collate(stored_columns(pulses), labels, rows, None).to(torch.device("cpu"))
             for name, values in (_of_pulses(pulses) | _of_batch(batch, xyz)).items():
                 collected.setdefault(name, []).append(values)
             bar.advance(len(rows))

@@ -1,10 +1,13 @@
 """Events in the layout of the Kaggle competition: `train_meta.parquet` lists, for each event, rows of a pulse file.
 
-In goes the directory, out come the sample table (made once and kept in the cache) and a source of pulses.
+In goes the directory, out come the sample table (made once and kept in the cache) and a source of pulses, read directly
+or packed.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,14 @@ import pyarrow as pa
 
 from stoker import console
 from stoker.data.cache import cache_folder
-from stoker.data.parquet import ParquetSource, open_parquet
-from stoker.data.ragged import Array, Indices
-from stoker.data.samples import SampleTable, new_table, open_table
+from stoker.data.pack import Packing, ShardContent
+from stoker.data.parquet import ParquetSource, group_starts_of, open_parquet
+from stoker.data.ragged import Array, Indices, offsets_of, range_indices, sample_of_row
+from stoker.data.samples import SampleTable, TableWriter, new_table, open_table, shard_starts
+from stoker.data.window import WindowSource
 from stoker.errors import UserError
-from stoker.recipes.icecube.geometry import Geometry, read_geometry
+from stoker.recipes.icecube.batch import AUXILIARY, CHARGE_FIRST, CHARGE_STEP, CHARGE_UNIT, FIRST_OF_DOM
+from stoker.recipes.icecube.geometry import NUM_SENSORS, Geometry, read_geometry
 
 META_COLUMNS = ("batch_id", "event_id", "first_pulse_index", "last_pulse_index", "azimuth", "zenith")
 PULSE_COLUMNS: dict[str, npt.DTypeLike] = {
@@ -27,6 +33,8 @@ PULSE_COLUMNS: dict[str, npt.DTypeLike] = {
     "charge": np.float32,
     "auxiliary": np.bool_,
 }
+CHARGE_TYPES = (np.uint16, np.float32, np.float64)  # codes of the grid, or the charge itself
+BLOCK_ROWS = 1 << 20
 LABELS: dict[str, npt.DTypeLike] = {"azimuth": np.float32, "zenith": np.float32}
 
 
@@ -47,8 +55,142 @@ def open_events(root: Path, cache: Path | None = None) -> SampleTable:
     return table or _build(root, folder, fingerprint)
 
 
-def open_pulses(root: Path, table: SampleTable) -> ParquetSource:
-    return ParquetSource(root, table, PULSE_COLUMNS)
+def open_pulses(root: Path, table: SampleTable, cache_bytes: int = 1 << 30) -> ParquetSource:
+    return ParquetSource(root, table, PULSE_COLUMNS, cache_bytes)
+
+
+def open_window(root: Path, table: SampleTable, cache_bytes: int) -> WindowSource:
+    return WindowSource(root, table, PULSE_COLUMNS, cache_bytes)
+
+
+def packing(root: Path, table: SampleTable, shuffled: int | None = None, threads: int = 1) -> Packing:
+    """How events are packed: pulses grouped by DOM, nine bytes each while all charges lie on their grid."""
+    for reason in table.unreadable.values():
+        raise UserError(reason)
+    charge_type = _charge_type([root / shard for shard in table.shards], threads)
+    columns: dict[str, npt.DTypeLike] = {
+        "time": np.int32,
+        "charge": charge_type,
+        "sensor": np.int16,
+        "flags": np.uint8,
+    }
+
+    def read_shard(shard: int, rows: Indices) -> ShardContent:
+        return _encode(root / table.shards[shard], table, rows, on_grid=charge_type == np.uint16)
+
+    return Packing(
+        table=table,
+        columns=columns,
+        read_shard=read_shard,
+        sample_columns={"doms": np.int32},
+        extra={"recipe": "icecube"},
+        files={"sensor_geometry.csv": root / "sensor_geometry.csv"},
+        shuffled=shuffled,
+    )
+
+
+def packed_bytes(table: SampleTable) -> int:
+    """About what a packed copy takes: nine bytes a pulse and forty an event."""
+    return 9 * int(table.columns["count"].sum(dtype=np.int64)) + 40 * len(table)
+
+
+def group_by_dom(sensor: Array, event: Indices) -> tuple[Indices, npt.NDArray[np.bool_]]:
+    """Order that sorts pulses by event and DOM, keeping their order in time, and marks of each DOM's first pulse."""
+    group = event * NUM_SENSORS + sensor
+    # Sorting one integer that carries its own index is quicker than a stable argsort.
+    bits = max(1, int(len(group) - 1).bit_length())
+    keyed = np.sort((group << bits) | np.arange(len(group)))
+    group = keyed >> bits
+    return keyed & ((1 << bits) - 1), np.diff(group, prepend=-1) != 0
+
+
+def _encode(path: Path, table: SampleTable, rows: Indices, *, on_grid: bool) -> ShardContent:
+    """All events of a file, encoded; a million pulses at a time, so that sorting stays in the cache."""
+    file = open_parquet(path, list(PULSE_COLUMNS)).read(columns=list(PULSE_COLUMNS), use_threads=False)
+    raw: dict[str, Array] = {name: file.column(name).to_numpy() for name in PULSE_COLUMNS}
+    first, count = np.asarray(table.columns["first"][rows]), np.asarray(table.columns["count"][rows])
+    parts: list[dict[str, Array]] = []
+    doms: list[Array] = []
+    for begin, end in _stretches(count, 1 << 20):
+        take, offsets = range_indices(first[begin:end], count[begin:end])
+        pulses = {name: column[take] for name, column in raw.items()}
+        _check_pulses(path, table, rows[begin:end], pulses, offsets)
+        event = sample_of_row(offsets)
+        order, is_first = group_by_dom(pulses["sensor_id"], event)
+        flags = np.where(pulses["auxiliary"][order], AUXILIARY, 0) | np.where(is_first, FIRST_OF_DOM, 0)
+        charge = pulses["charge"][order]
+        parts.append(
+            {
+                "time": pulses["time"][order],
+                "charge": _charge_codes(path, charge) if on_grid else charge,
+                "sensor": pulses["sensor_id"][order],
+                "flags": flags.astype(np.uint8),
+            }
+        )
+        doms.append(np.bincount(event[order][is_first], minlength=end - begin).astype(np.int32))
+    names = ("time", "charge", "sensor", "flags")
+    columns = {name: np.concatenate([part[name] for part in parts]) if parts else np.zeros(0) for name in names}
+    return ShardContent(columns, {"doms": np.concatenate(doms) if doms else np.zeros(0, np.int32)})
+
+
+def _stretches(count: Array, size: int) -> Iterator[tuple[int, int]]:
+    """Ranges of events of about `size` pulses, at least one event each."""
+    offsets = offsets_of(count)
+    begin = 0
+    while begin < len(count):
+        end = max(begin + 1, int(np.searchsorted(offsets, offsets[begin] + size, side="right")) - 1)
+        yield begin, end
+        begin = end
+
+
+def _check_pulses(path: Path, table: SampleTable, rows: Indices, pulses: Mapping[str, Array], offsets: Indices) -> None:
+    sensor, charge = pulses["sensor_id"], pulses["charge"]
+    for wrong, what, values in (
+        ((sensor < 0) | (sensor >= NUM_SENSORS), f"a sensor id outside 0 .. {NUM_SENSORS - 1}", sensor),
+        (~(charge >= 0) | ~np.isfinite(charge), "a charge that is negative or not a number", charge),
+    ):
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            event = table.columns["id"][rows[np.searchsorted(offsets, at, side="right") - 1]]
+            raise UserError(f"Event {event} in {path} has {what}: {values[at]} ({int(wrong.sum()):,} such pulses).")
+
+
+def _charge_type(paths: list[Path], threads: int) -> npt.DTypeLike:
+    """The smallest type that holds every charge exactly; all of them are looked at."""
+    widest = 0
+    with (
+        ThreadPoolExecutor(threads, "charges") as pool,
+        console.progress("look at charges", len(paths), "files") as bar,
+    ):
+        for needed in pool.map(_charge_type_of_file, paths):
+            widest = max(widest, needed)
+            bar.advance()
+    return CHARGE_TYPES[widest]
+
+
+def _charge_type_of_file(path: Path) -> int:
+    needed = 0
+    file = open_parquet(path, list(PULSE_COLUMNS))
+    for group in range(file.num_row_groups):
+        charge = file.read_row_group(group, columns=["charge"], use_threads=False).column("charge").to_numpy()
+        if not (np.isfinite(charge).all() and _on_grid(charge)):
+            exact = (charge.astype(np.float32) == charge) | np.isnan(charge)
+            needed = max(needed, 1 if exact.all() else 2)
+    return needed
+
+
+def _on_grid(charge: Array) -> bool:
+    code = np.round((charge * CHARGE_UNIT - CHARGE_FIRST) / CHARGE_STEP)
+    decoded = ((CHARGE_FIRST + CHARGE_STEP * code) / CHARGE_UNIT).astype(charge.dtype)
+    return bool(((decoded == charge) & (code >= 0) & (code < 1 << 16)).all())
+
+
+def _charge_codes(path: Path, charge: Array) -> Array:
+    if not _on_grid(charge):
+        raise UserError(
+            f"{path} changed while it was being packed: its charges are no longer what they were. Start again."
+        )
+    return np.round((charge * CHARGE_UNIT - CHARGE_FIRST) / CHARGE_STEP).astype(np.uint16)
 
 
 def check_layout(root: Path) -> None:
@@ -76,8 +218,8 @@ def _build(root: Path, folder: Path, fingerprint: str) -> SampleTable:
     meta = open_parquet(root / "train_meta.parquet", META_COLUMNS)
     batches = _batch_numbers(meta)
     shards = [f"train/batch_{batch}.parquet" for batch in batches]
-    num_rows = np.array([_num_rows(root / shard) for shard in shards], np.int64)
-    checks = _Checks(root, shards, num_rows)
+    starts, unreadable = _row_group_starts(root, shards)
+    checks = _Checks(root, shards, np.array([start[-1] for start in starts], np.int64))
     num_samples = meta.metadata.num_rows
     with (
         new_table(folder, num_samples, LABELS, shards, fingerprint) as writer,
@@ -89,6 +231,8 @@ def _build(root: Path, folder: Path, fingerprint: str) -> SampleTable:
             writer.append(chunk)
             bar.advance(rows.num_rows)
         checks.finish(writer.columns)
+        writer.unreadable = unreadable
+        writer.blocks = _blocks(writer, starts)
     table = open_table(folder)
     assert table is not None, "a table that was just written can be opened"
     return table
@@ -121,8 +265,35 @@ def _batch_numbers(meta: Any) -> Indices:
     return numbers
 
 
-def _num_rows(path: Path) -> int:
-    return int(open_parquet(path, list(PULSE_COLUMNS)).metadata.num_rows)
+def _row_group_starts(root: Path, shards: list[str]) -> tuple[list[Indices], dict[int, str]]:
+    """Rows at which the row groups of each file begin; files that cannot be opened are taken for endless."""
+    starts, unreadable = [], {}
+    for number, shard in enumerate(shards):
+        try:
+            starts.append(group_starts_of(open_parquet(root / shard, list(PULSE_COLUMNS)).metadata))
+        except UserError as error:
+            unreadable[number] = str(error)
+            starts.append(np.array([0, np.iinfo(np.int64).max]))
+    return starts, unreadable
+
+
+def _blocks(writer: TableWriter, starts: list[Indices]) -> Indices | None:
+    """Rows of the table at which blocks begin, row groups or several small ones: what a window order reads at once."""
+    if not writer.in_shard_order:
+        return None
+    first, shard = writer.columns["first"], writer.columns["shard"]
+    borders = shard_starts(shard)
+    blocks = [
+        begin + np.searchsorted(first[begin:end], _block_starts(starts[shard[begin]]))
+        for begin, end in pairwise(borders.tolist())
+    ]
+    return np.unique(np.concatenate(blocks))
+
+
+def _block_starts(group_starts: Indices) -> Indices:
+    """Starts of row groups at least BLOCK_ROWS apart: reading over the end of a block costs the more the smaller it is."""
+    kept = np.unique(group_starts[:-1] // BLOCK_ROWS, return_index=True)[1]
+    return group_starts[kept]
 
 
 class _Checks:

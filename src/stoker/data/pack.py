@@ -1,0 +1,301 @@
+"""Packing: any ragged columns, once, into a store that can be read at random places at full speed.
+
+In go a sample table and a function that reads one shard; out comes a `PackedStore`. Shards are packed in parallel by
+threads, and by ranks under torchrun or a Slurm array. Work goes on in `.NAME.packing` beside the result: a shard that is
+done has a file there with its checksums, so a killed pack goes on where it was, and the result, renamed at the end, is
+the same byte for byte.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker import console
+from stoker.data.order import ExactOrder
+from stoker.data.ragged import Array, Indices, offsets_of, range_indices
+from stoker.data.samples import PLACE_COLUMNS, SampleTable, new_table, open_table
+from stoker.data.store import MANIFEST, VERSION, PackedStore, column_path, open_store
+from stoker.errors import MachineError, UserError
+from stoker.files import sync_folder, write_json
+
+
+@dataclass(frozen=True)
+class ShardContent:
+    """All samples of a shard in the order of the table: their rows, and new facts about each sample."""
+
+    columns: Mapping[str, Array]  # rows, one sample after the other
+    samples: Mapping[str, Array] = field(default_factory=dict)  # one value a sample, become columns of the table
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What to pack: the source's table, the types to store, and how to read a shard in those types."""
+
+    table: SampleTable
+    columns: Mapping[str, npt.DTypeLike]
+    read_shard: Callable[[int, Indices], ShardContent]  # (number of the shard, its rows in the table)
+    sample_columns: Mapping[str, npt.DTypeLike] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)  # goes into the manifest
+    files: Mapping[str, Path] = field(default_factory=dict)  # copied into the store
+    shuffled: int | None = None  # seed of a random order of the samples in the store
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        kinds = {name: np.dtype(kind).str for name, kind in self.columns.items()}
+        return {
+            "source": self.table.fingerprint,
+            "columns": kinds,
+            "extra": dict(self.extra),
+            "shuffled": self.shuffled,
+        }
+
+
+def pack(out: Path, packing: Packing, *, threads: int, rank: int = 0, num_ranks: int = 1) -> PackedStore | None:
+    """Packs this rank's share of the shards; the rank that finds all of them done completes the store.
+
+    Returns the store, or None on a rank that left others at work.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists already. Choose another name, or remove it to pack again.")
+    work = out.with_name(f".{out.name}.packing")
+    _prepare(work, packing, rank)
+    todo = [
+        shard for shard in range(rank, len(packing.table.shards), num_ranks) if not _done_path(work, shard).exists()
+    ]
+    with console.progress("pack", len(todo), "shards") as bar, ThreadPoolExecutor(threads, "pack") as pool:
+        writer = _Writer(work, packing)
+        for _ in pool.map(writer.write_shard, todo):
+            bar.advance()
+    with _only_one(work):
+        if out.exists():  # another rank was quicker
+            return open_store(out)
+        if not all(_done_path(work, shard).exists() for shard in range(len(packing.table.shards))):
+            console.say(f"rank {rank} is done; other ranks still work on {out}.")
+            return None
+        _complete(work, packing)
+        work.rename(out)
+        sync_folder(out.parent)
+    return open_store(out)
+
+
+def verify(store: PackedStore, packing: Packing, threads: int) -> int:
+    """Reads every shard again and compares each value with the store; returns the number of values compared."""
+
+    def compare(shard: int) -> int:
+        rows = shard_rows(packing.table, shard)
+        content = packing.read_shard(shard, rows)
+        stored = store.gather(_packed_rows(packing, rows))
+        compared = 0
+        for name, column in content.columns.items():
+            wrong = np.flatnonzero(~_same(np.asarray(column, store.columns[name].dtype), stored.columns[name]))
+            if wrong.size or not _exact(column, store.columns[name].dtype):
+                at = int(wrong[0]) if wrong.size else 0
+                sample = packing.table.columns["id"][rows[np.searchsorted(stored.offsets, at, side="right") - 1]]
+                raise UserError(
+                    f"{store.path} differs from its source: {name} of sample {sample} in {packing.table.shards[shard]} "
+                    f"is {stored.columns[name][at]} and should be {column[at]} ({wrong.size:,} differences in this shard)."
+                )
+            compared += len(column)
+        return compared
+
+    with ThreadPoolExecutor(threads, "verify") as pool:
+        total = 0
+        with console.progress("verify", len(packing.table.shards), "shards") as bar:
+            for compared in pool.map(compare, range(len(packing.table.shards))):
+                total += compared
+                bar.advance()
+    return total
+
+
+def ranks_from_environment() -> tuple[int, int]:
+    """This process's number and how many there are: under torchrun, in a Slurm array, or alone."""
+    for rank, count, first in (("RANK", "WORLD_SIZE", None), ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "MIN")):
+        if rank in os.environ and count in os.environ:
+            start = int(os.environ.get("SLURM_ARRAY_TASK_MIN", 0)) if first else 0
+            return int(os.environ[rank]) - start, int(os.environ[count])
+    return 0, 1
+
+
+def shard_rows(table: SampleTable, shard: int) -> Indices:
+    """Rows of the table that belong to a shard; the column is searched when it is sorted, and scanned when not."""
+    column = table.columns["shard"]
+    if not table.in_shard_order:
+        return np.flatnonzero(column == shard)
+    return np.arange(np.searchsorted(column, shard, side="left"), np.searchsorted(column, shard, side="right"))
+
+
+def _prepare(work: Path, packing: Packing, rank: int) -> None:
+    """Makes the files at their full size, so that a full disk is found now; rank 0 does, the others wait."""
+    plan = work / "plan.json"
+    if rank == 0 and not plan.exists():
+        shutil.rmtree(work, ignore_errors=True)
+        (work / "columns").mkdir(parents=True)
+        (work / "done").mkdir()
+        num_rows = _write_table(work / "table", packing)
+        for name, kind in packing.columns.items():
+            _allocate(column_path(work, name), np.dtype(kind).itemsize * num_rows)
+        write_json(plan, packing.fingerprint)
+    for waited in range(600):
+        if plan.exists():
+            break
+        if waited == 5:
+            console.say(f"rank {rank} waits for rank 0 to prepare {work}.")
+        time.sleep(1)
+    else:
+        raise MachineError(f"Rank 0 did not prepare {work} within ten minutes. Is it running, on the same disk?")
+    if json.loads(plan.read_text()) != json.loads(json.dumps(packing.fingerprint)):
+        raise UserError(
+            f"{work} holds a pack that was begun from other data or with other options. Remove it, or go on with what it "
+            f"was begun with."
+        )
+
+
+def _write_table(folder: Path, packing: Packing) -> int:
+    """The store's own table: the same samples in the order they are packed, `first` counted over the whole store."""
+    table, size = packing.table, len(packing.table)
+    labels = {name: column.dtype for name, column in table.columns.items() if name not in PLACE_COLUMNS}
+    kinds: dict[str, npt.DTypeLike] = {**labels, **packing.sample_columns}
+    first = 0
+    with new_table(folder, size, kinds, table.shards, table.fingerprint) as writer:
+        for start in range(0, size, 1 << 20):
+            rows = _source_rows(packing, np.arange(start, min(start + (1 << 20), size)))
+            chunk = {name: np.asarray(column[rows]) for name, column in table.columns.items()}
+            offsets = offsets_of(chunk["count"]) + first
+            first = int(offsets[-1])
+            missing = {name: np.zeros(len(rows), kind) for name, kind in packing.sample_columns.items()}
+            writer.append({**chunk, **missing, "first": offsets[:-1]})
+    return first
+
+
+def _allocate(path: Path, num_bytes: int) -> None:
+    with path.open("wb") as file:
+        if num_bytes:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+
+
+class _Writer:
+    """Writes shards into the files of the work folder."""
+
+    def __init__(self, work: Path, packing: Packing) -> None:
+        table = open_table(work / "table")
+        assert table is not None, "the table is written before plan.json, which was found"
+        self._work, self._packing, self._table = work, packing, table
+        self._sample_columns = {
+            name: np.load(work / "table" / f"{name}.npy", mmap_mode="r+") for name in packing.sample_columns
+        }
+        self._columns = {
+            name: np.memmap(column_path(work, name), dtype=kind, mode="r+")
+            if column_path(work, name).stat().st_size
+            else None
+            for name, kind in packing.columns.items()
+        }
+        self._lock = threading.Lock()
+
+    def write_shard(self, shard: int) -> None:
+        packing = self._packing
+        rows = shard_rows(packing.table, shard)
+        content = packing.read_shard(shard, rows)
+        self._check(shard, rows, content)
+        packed = _packed_rows(packing, rows)
+        first, count = self._table.columns["first"][packed], self._table.columns["count"][packed]
+        contiguous = bool(len(packed)) and bool((first[1:] == first[:-1] + count[:-1]).all())
+        place: Any = slice(first[0], first[-1] + count[-1]) if contiguous else range_indices(first, count)[0]
+        sums = {}
+        for name, column in content.columns.items():
+            values = np.ascontiguousarray(column, packing.columns[name])
+            target = self._columns[name]
+            if target is not None:
+                target[place] = values
+            sums[name] = zlib.crc32(values.tobytes())
+        for name, values in content.samples.items():
+            self._sample_columns[name][packed] = values
+        for target in (*self._columns.values(), *self._sample_columns.values()):
+            if target is not None:
+                target.flush()
+        write_json(_done_path(self._work, shard), {"samples": len(rows), "crc32": sums})
+
+    def _check(self, shard: int, rows: Indices, content: ShardContent) -> None:
+        name, needed = self._packing.table.shards[shard], int(self._packing.table.columns["count"][rows].sum())
+        if set(content.columns) != set(self._packing.columns) or set(content.samples) != set(self._sample_columns):
+            raise UserError(f"read_shard gave other columns for {name} than the packing names.")
+        for column, values in content.columns.items():
+            if len(values) != needed:
+                raise UserError(f"read_shard gave {len(values):,} rows of {column} for {name}, which has {needed:,}.")
+            if not _exact(values, np.dtype(self._packing.columns[column])):
+                raise UserError(f"{column} of {name} does not fit {self._packing.columns[column]} without loss.")
+
+
+def _exact(values: Array, kind: np.dtype[Any]) -> bool:
+    """Whether the values survive the type they are stored in."""
+    if values.dtype == kind or not len(values):
+        return True
+    return bool(_same(values.astype(kind).astype(values.dtype), values).all())
+
+
+def _same(first: Array, second: Array) -> npt.NDArray[np.bool_]:
+    """Equal, or both not a number."""
+    return np.asarray((first == second) | ((first != first) & (second != second)))
+
+
+def _complete(work: Path, packing: Packing) -> None:
+    shards = []
+    for number, name in enumerate(packing.table.shards):
+        shards.append({"name": name, **json.loads(_done_path(work, number).read_text())})
+    for name, path in packing.files.items():
+        shutil.copyfile(path, work / name)
+    kinds = {name: np.dtype(kind).str for name, kind in packing.columns.items()}
+    num_rows = int(packing.table.columns["count"].sum(dtype=np.int64))
+    write_json(
+        work / MANIFEST,
+        {
+            "version": VERSION,
+            "columns": kinds,
+            "num_rows": num_rows,
+            "num_samples": len(packing.table),
+            "shuffled": packing.shuffled,
+            "extra": dict(packing.extra),
+            "shards": shards,
+        },
+    )
+    shutil.rmtree(work / "done")
+    (work / "plan.json").unlink()
+    (work / "lock").unlink(missing_ok=True)
+
+
+def _source_rows(packing: Packing, packed: Indices) -> Indices:
+    """Rows of the source's table for rows of the store."""
+    return packed if packing.shuffled is None else ExactOrder(len(packing.table), packing.shuffled, 0).forward(packed)
+
+
+def _packed_rows(packing: Packing, rows: Indices) -> Indices:
+    return rows if packing.shuffled is None else ExactOrder(len(packing.table), packing.shuffled, 0).inverse(rows)
+
+
+def _done_path(work: Path, shard: int) -> Path:
+    return work / "done" / f"{shard:06d}.json"
+
+
+@contextmanager
+def _only_one(work: Path) -> Iterator[None]:
+    """A lock that dies with its process."""
+    try:
+        file = (work / "lock").open("w")
+    except FileNotFoundError:  # the store was completed and renamed by another rank
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

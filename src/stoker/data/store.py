@@ -1,0 +1,90 @@
+"""The packed store: every column of all samples in one flat file, memory-mapped, so that a batch is one gather.
+
+A store is a folder with store.json (columns, checksums), columns/NAME.bin, and a sample table whose `first` counts rows
+of the whole store. `stoker.data.pack` writes it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stoker.data.ragged import Array, Indices, Ragged, range_indices
+from stoker.data.samples import SampleTable, open_table
+from stoker.errors import UserError
+
+MANIFEST = "store.json"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class PackedStore:
+    path: Path
+    table: SampleTable
+    columns: Mapping[str, Array]  # memory-mapped
+    manifest: Mapping[str, Any]
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.manifest["num_rows"])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(column.nbytes for column in self.columns.values())
+
+    def gather(self, rows: Indices) -> Ragged:
+        """The rows of these samples, in the order asked for."""
+        first = np.asarray(self.table.columns["first"][rows])
+        indices, offsets = range_indices(first, np.asarray(self.table.columns["count"][rows]))
+        # Every index lies inside (checked when the store was packed), so take need not check again.
+        columns = {name: column.take(indices, mode="clip") for name, column in self.columns.items()}
+        return Ragged(columns, offsets)
+
+    def where(self, rows: Indices) -> str:
+        return f"{self.path} (packed from {', '.join(_shard_names(self.table, rows))})"
+
+
+def is_store(path: Path) -> bool:
+    return (path / MANIFEST).is_file()
+
+
+def open_store(path: Path) -> PackedStore:
+    """Opens a store; a file that is missing or has another size than it should is an error."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not a packed store: its {MANIFEST} cannot be read ({error}).") from error
+    if manifest.get("version") != VERSION:
+        raise UserError(
+            f"{path} was packed in format {manifest.get('version')}, and this version reads format {VERSION}: pack it again."
+        )
+    table = open_table(path / "table")
+    if table is None:
+        raise UserError(f"{path} lacks its sample table: pack it again.")
+    columns = {name: _map_column(path, name, kind, manifest["num_rows"]) for name, kind in manifest["columns"].items()}
+    return PackedStore(path, table, columns, manifest)
+
+
+def column_path(path: Path, name: str) -> Path:
+    return path / "columns" / f"{name}.bin"
+
+
+def _map_column(path: Path, name: str, kind: str, num_rows: int) -> Array:
+    file, needed = column_path(path, name), np.dtype(kind).itemsize * num_rows
+    size = file.stat().st_size if file.is_file() else None
+    if size != needed:
+        raise UserError(
+            f"{file} {'is missing' if size is None else f'has {size:,} bytes'}, and should have {needed:,}: the store is "
+            f"damaged. Pack it again."
+        )
+    # A plain array over the map: a memmap object would cost time in every operation on it.
+    return np.asarray(np.memmap(file, dtype=kind, mode="r", shape=(num_rows,)))
+
+
+def _shard_names(table: SampleTable, rows: Indices, most: int = 3) -> list[str]:
+    numbers = np.unique(table.columns["shard"][rows])
+    names = [table.shards[number] for number in numbers[:most]]
+    return names + ([f"{len(numbers) - most} more"] if len(numbers) > most else [])

@@ -1,0 +1,194 @@
+"""Parquet shards read directly in a window order: every row group is decoded once an epoch.
+
+A decoded row group keeps its samples in the order in which the epoch delivers them, so what a batch takes from it is one
+slice, and a batch is a few slices joined. Requests that do not follow the order (validation, ranks that take every other
+sample) fall back to reading at any place.
+"""
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from stoker.data.cache import ByteCache
+from stoker.data.parquet import ParquetSource, open_parquet
+from stoker.data.quarantine import BadShard
+from stoker.data.ragged import Array, Indices, Ragged, offsets_of, range_indices
+from stoker.data.samples import SampleTable
+from stoker.errors import UserError
+
+READ_AHEAD = 4  # blocks
+SortKeys = Callable[[Indices], Indices | None]
+
+
+@dataclass
+class _Block:
+    """The samples that begin in one block of row groups, in the order of delivery."""
+
+    keys: list[int]  # rising; a list, because bisection in it is several times quicker than in an array
+    rows: Indices
+    counts: Indices
+    starts: list[int]  # where the rows of each sample begin, and the number of rows
+    columns: Mapping[str, Array]
+    delivered: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(column.nbytes for column in self.columns.values()) + 80 * len(self.keys)
+
+
+@dataclass(frozen=True)
+class _Course:
+    """What an epoch will ask for."""
+
+    sort_keys: SortKeys
+    blocks: Indices  # in the order in which they are first needed
+    place: Mapping[int, int]  # of each block in that order
+    turn: int  # counts epochs: blocks laid out for an earlier one are of no use
+
+
+class WindowSource:
+    """Gathers samples in whatever order is quickest; `follow` tells it what is coming."""
+
+    def __init__(self, root: Path, table: SampleTable, columns: Mapping[str, npt.DTypeLike], cache_bytes: int) -> None:
+        self._table, self._types = table, {name: np.dtype(kind) for name, kind in columns.items()}
+        self._paths = [root / shard for shard in table.shards]
+        # What falls back is rare or small (validation); it gets an eighth.
+        self._anywhere = ParquetSource(root, table, columns, cache_bytes // 8)
+        self._cache: ByteCache[tuple[int, int], _Block] = ByteCache(cache_bytes - cache_bytes // 8)
+        self._course: _Course | None = None
+        self._lock = threading.Lock()
+
+    def follow(self, sort_keys: SortKeys, blocks: Indices) -> None:
+        """From now on samples come in the order of these keys, which are None for rows that are not part of it, and
+        blocks in this order."""
+        place = {int(block): number for number, block in enumerate(blocks)}
+        self._course = _Course(sort_keys, blocks, place, self._course.turn + 1 if self._course else 0)
+
+    def gather(self, rows: Indices) -> tuple[Ragged, Indices]:
+        """These samples in an order of our own, and that order."""
+        course = self._course
+        keys = course.sort_keys(rows) if course is not None and len(rows) else None
+        if course is None or keys is None or self._table.blocks is None:
+            return self._anywhere.gather(rows), rows
+        lowest, highest = int(keys.min()), int(keys.max())
+        numbers = np.unique(np.searchsorted(self._table.blocks, rows, side="right") - 1).tolist()
+        blocks = self._blocks(numbers, course)
+        parts = [
+            (block, bisect_left(block.keys, lowest), bisect_right(block.keys, highest)) for block in blocks.values()
+        ]
+        if sum(end - begin for _, begin, end in parts) != len(rows):  # others take part of this stretch
+            return self._anywhere.gather(rows), rows
+        joined = _join(parts, list(self._types))
+        self._let_go(blocks, parts, course)
+        self._read_ahead(numbers, course)
+        return joined
+
+    def where(self, rows: Indices) -> str:
+        return self._anywhere.where(rows)
+
+    def _blocks(self, numbers: list[int], course: "_Course") -> dict[int, "_Block"]:
+        """The blocks, some of them decoded here; what other threads are decoding is left to them and waited for last."""
+        found: dict[int, _Block] = {}
+        for number in numbers:
+            block = self._cache.get_unless_busy(*self._recipe(number, course))
+            if block is not None:
+                found[number] = block
+        return {number: found.get(number) or self._cache.get(*self._recipe(number, course)) for number in numbers}
+
+    def _read_ahead(self, numbers: list[int], course: "_Course") -> None:
+        """Decodes the block that comes next, so that no batch has to wait for it."""
+        newest = max(course.place[number] for number in numbers)
+        for number in course.blocks[newest + 1 : newest + 1 + READ_AHEAD].tolist():
+            if not self._cache.has(key := (course.turn, number)) and not self._cache.is_busy(key):
+                self._cache.get_unless_busy(*self._recipe(number, course))
+                return
+
+    def _let_go(self, blocks: "dict[int, _Block]", parts: "list[tuple[_Block, int, int]]", course: "_Course") -> None:
+        """Every sample comes once: a block whose samples are all delivered is not needed again."""
+        for number, (block, begin, end) in zip(blocks, parts, strict=True):
+            with self._lock:
+                block.delivered += end - begin
+            if block.delivered == len(block.rows):
+                self._cache.drop((course.turn, number))
+
+    def _recipe(
+        self, number: int, course: "_Course"
+    ) -> tuple[tuple[int, int], Callable[[], "_Block"], Callable[["_Block"], int]]:
+        return (course.turn, number), lambda: self._decode(number, course.sort_keys), lambda block: block.num_bytes
+
+    def _decode(self, number: int, sort_keys: SortKeys) -> _Block:
+        """Reads the row groups of a block, and the little of the next one that its last sample reaches into."""
+        blocks = self._table.blocks
+        assert blocks is not None
+        stop = int(blocks[number + 1]) if number + 1 < len(blocks) else len(self._table)
+        rows = np.arange(int(blocks[number]), stop)
+        first = np.asarray(self._table.columns["first"][rows])
+        count = np.asarray(self._table.columns["count"][rows]).astype(np.int64)
+        shard = int(self._table.columns["shard"][rows[0]])
+        raw, origin = self._read(shard, int(first[0]), int(first[-1] + count[-1]), int(first[-1]))
+        keys = sort_keys(rows)
+        assert keys is not None, "a block lies wholly inside the subset that is followed"
+        order = np.argsort(keys)
+        take, offsets = range_indices(first[order] - origin, count[order])
+        columns = {name: raw[name].take(take, mode="clip") for name in self._types}
+        return _Block(keys[order].tolist(), rows[order], count[order], offsets.tolist(), columns)
+
+    def _read(self, shard: int, begin: int, end: int, last_first: int) -> tuple[dict[str, Array], int]:
+        """Columns of the row groups in which samples begin, from row `begin` to `last_first`, and of more up to `end`."""
+        starts, names, path = self._anywhere.group_starts(shard), list(self._types), self._paths[shard]
+        low, high = (int(np.searchsorted(starts, row, side="right")) - 1 for row in (begin, last_first))
+        try:
+            file = open_parquet(path, names, self._anywhere.metadata(shard))
+            parts = [file.read_row_groups(list(range(low, high + 1)), columns=names, use_threads=False)]
+            missing = end - int(starts[high + 1])
+            if missing > 0:
+                later = list(range(high + 1, len(starts) - 1))
+                for batch in file.iter_batches(
+                    min(missing, 65_536), row_groups=later, columns=names, use_threads=False
+                ):
+                    parts.append(pa.Table.from_batches([batch]))
+                    missing -= batch.num_rows
+                    if missing <= 0:
+                        break
+        except UserError as error:
+            raise BadShard(shard, str(error)) from error
+        except (OSError, pa.ArrowInvalid) as error:
+            raise BadShard(
+                shard, f"Row groups {low} to {high} of {path} cannot be read ({error}). Fetch it again."
+            ) from error
+        raw = {name: _joined([part.column(name) for part in parts], kind) for name, kind in self._types.items()}
+        return raw, int(starts[low])
+
+
+def _joined(columns: list[pa.ChunkedArray], kind: np.dtype[Any]) -> Array:
+    """One array of the type wanted, converted while it is put together."""
+    chunks = [chunk for column in columns for chunk in column.chunks]
+    out = np.empty(sum(map(len, chunks)), kind)
+    at = 0
+    for chunk in chunks:
+        out[at : at + len(chunk)] = _as_numpy(chunk)
+        at += len(chunk)
+    return out
+
+
+def _as_numpy(chunk: pa.Array) -> Array:
+    if not pa.types.is_boolean(chunk.type) or chunk.null_count:
+        return np.asarray(chunk.to_numpy(zero_copy_only=False))
+    # Bits to bytes: several times quicker than arrow's own conversion.
+    bits = np.frombuffer(chunk.buffers()[1], np.uint8)
+    return np.unpackbits(bits, count=chunk.offset + len(chunk), bitorder="little")[chunk.offset :]
+
+
+def _join(parts: list[tuple[_Block, int, int]], names: list[str]) -> tuple[Ragged, Indices]:
+    slices = [(block, block.starts[begin], block.starts[end]) for block, begin, end in parts]
+    columns = {name: np.concatenate([block.columns[name][low:high] for block, low, high in slices]) for name in names}
+    counts = np.concatenate([block.counts[begin:end] for block, begin, end in parts])
+    rows = np.concatenate([block.rows[begin:end] for block, begin, end in parts])
+    return Ragged(columns, offsets_of(counts)), rows

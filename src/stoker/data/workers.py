@@ -1,0 +1,94 @@
+"""A small pool of daemon threads: a read that never returns must not keep the process from ending.
+
+`concurrent.futures` joins its threads when the interpreter exits, so one stuck read would hang it for ever.
+"""
+
+import ctypes
+import threading
+from collections.abc import Callable
+from functools import cache
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+R = TypeVar("R")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
+JOIN_S = 5.0  # how long closing waits for work that is under way
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Tells malloc to reuse large blocks instead of handing them back to the system after every batch.
+
+    Memory fresh from the system is cleared and mapped page by page at its first use, which costs a loader more than the
+    copying it does there: packed batches are made a fifth faster without it. Other C libraries than glibc are left as
+    they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+        mallopt(M_ARENA_MAX, 1)  # arenas of other threads give memory back all the same
+
+
+class Job(Generic[R]):
+    """A piece of work, and later its result or its error."""
+
+    def __init__(self, work: Callable[[], R]) -> None:
+        self._work, self._ready = work, threading.Event()
+        self._result: R | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._result = self._work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ready.set()
+
+    def done(self) -> bool:
+        return self._ready.is_set()
+
+    def result(self, timeout_s: float) -> R:
+        if not self._ready.wait(timeout_s):
+            raise TimeoutError
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+
+class Workers:
+    """Threads that work on jobs in the order they were submitted, until the block ends."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._loop, name=f"{name}-{number}", daemon=True) for number in range(num_threads)
+        ]
+
+    def __enter__(self) -> Self:
+        keep_freed_memory()
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Work that waits is dropped, work under way is finished, and no thread is left, unless it is stuck."""
+        self._closing = True
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(JOIN_S)
+
+    def submit(self, function: Callable[..., R], *arguments: Any) -> Job[R]:
+        job = Job(lambda: function(*arguments))
+        self._jobs.put(job)
+        return job
+
+    def _loop(self) -> None:
+        while (job := self._jobs.get()) is not None and not self._closing:
+            job.run()
