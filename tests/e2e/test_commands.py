@@ -46,8 +46,8 @@ def test_train_evaluate_and_list(stoker: Stoker, events_dir: Path) -> None:
     assert "angular error" in stoker("evaluate", run)
     # The split follows files: no event of the held-out file was trained on.
     start = json.loads((run / "events.jsonl").read_text().splitlines()[0])
-    assert start["data"]["validation"]["files"] == ["train/batch_4.parquet"]
-    assert start["data"]["training"]["samples"] + start["data"]["validation"]["samples"] == 600
+    assert start["data"]["split"] == {"by": "files", "validation": ["train/batch_4.parquet"]}
+    assert (start["data"]["training"], start["data"]["validation"]) == (450, 150)
 
 
 def test_a_saved_configuration_is_a_target(stoker: Stoker, events_dir: Path) -> None:

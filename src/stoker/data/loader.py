@@ -168,7 +168,8 @@ class Loader(Generic[B]):
                 f"{self._describe(micro)}. Is the disk or the network still there? loader.stuck_after_s sets the limit."
             ) from None
         except (UserError, MachineError) as error:
-            raise type(error)(f"{error} ({self._describe(micro)})") from error
+            kind = MachineError if isinstance(error, MachineError) else UserError
+            raise kind(f"{error} ({self._describe(micro)})") from error
         except Exception as error:
             raise RuntimeError(f"{type(error).__name__} while loading {self._describe(micro)}: {error}") from error
 

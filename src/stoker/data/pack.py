@@ -26,7 +26,7 @@ import numpy.typing as npt
 from stoker import console
 from stoker.data.order import ExactOrder
 from stoker.data.ragged import Array, Indices, offsets_of, range_indices
-from stoker.data.samples import PLACE_COLUMNS, SampleTable, new_table, open_table
+from stoker.data.samples import PLACE_COLUMNS, SampleTable, new_table, open_table, shard_rows
 from stoker.data.store import MANIFEST, VERSION, PackedStore, column_path, open_store
 from stoker.errors import MachineError, UserError
 from stoker.files import sync_folder, write_json
@@ -127,14 +127,6 @@ def ranks_from_environment() -> tuple[int, int]:
             start = int(os.environ.get("SLURM_ARRAY_TASK_MIN", 0)) if first else 0
             return int(os.environ[rank]) - start, int(os.environ[count])
     return 0, 1
-
-
-def shard_rows(table: SampleTable, shard: int) -> Indices:
-    """Rows of the table that belong to a shard; the column is searched when it is sorted, and scanned when not."""
-    column = table.columns["shard"]
-    if not table.in_shard_order:
-        return np.flatnonzero(column == shard)
-    return np.arange(np.searchsorted(column, shard, side="left"), np.searchsorted(column, shard, side="right"))
 
 
 def _prepare(work: Path, packing: Packing, rank: int) -> None:

@@ -4,7 +4,8 @@ Whole row groups are decoded in the thread that needs them and kept in a cache o
 random order see `window`, which decodes each row group once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,16 +96,13 @@ class ParquetSource:
         return self._cache.get((shard, group), lambda: self._decode(shard, group), _size)
 
     def _decode(self, shard: int, group: int) -> dict[str, Array]:
-        names = list(self._types)
+        names, path = list(self._types), self._paths[shard]
         try:
-            table = open_parquet(self._paths[shard], names, self.metadata(shard)).read_row_group(
-                group, columns=names, use_threads=False
-            )
+            with named_if_damaged(path):
+                file = open_parquet(path, names, self.metadata(shard))
+                table = file.read_row_group(group, columns=names, use_threads=False)
         except UserError as error:
             raise BadShard(shard, str(error)) from error
-        except (OSError, pa.ArrowInvalid) as error:
-            path = self._paths[shard]
-            raise BadShard(shard, f"Row group {group} of {path} cannot be read ({error}). Fetch it again.") from error
         return {name: table.column(name).to_numpy().astype(kind, copy=False) for name, kind in self._types.items()}
 
     def group_starts(self, shard: int) -> Indices:
@@ -141,6 +139,15 @@ def group_starts_of(metadata: pq.FileMetaData) -> Indices:
     return offsets_of(
         np.array([metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)], np.int64)
     )
+
+
+@contextmanager
+def named_if_damaged(path: Path) -> Iterator[None]:
+    """Turns what pyarrow says of damaged content into an error that names the file."""
+    try:
+        yield
+    except (OSError, pa.ArrowInvalid) as error:
+        raise UserError(f"{path} is damaged and cannot be read ({error}). Fetch it again.") from error
 
 
 def open_parquet(path: Path, columns: Sequence[str] = (), metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:

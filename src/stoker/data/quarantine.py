@@ -7,7 +7,7 @@ import numpy as np
 
 from stoker import console
 from stoker.data.ragged import Indices
-from stoker.data.samples import SampleTable
+from stoker.data.samples import SampleTable, shard_rows
 from stoker.errors import UserError
 
 
@@ -41,7 +41,7 @@ class Quarantine:
             if error.shard in self._bad:
                 return
             self._bad[error.shard] = str(error)
-            num_samples = int((self._table.columns["shard"] == error.shard).sum())
+            num_samples = len(shard_rows(self._table, error.shard))
             self._news.append({"file": self._table.shards[error.shard], "samples": num_samples, "reason": str(error)})
         console.say(
             f"QUARANTINE: {num_samples:,} samples of {self._table.shards[error.shard]} are left out from here on. {error}"

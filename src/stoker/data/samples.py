@@ -18,12 +18,12 @@ import numpy.typing as npt
 from numpy.lib.format import open_memmap
 
 from stoker.data.order import hashed
-from stoker.data.ragged import Array, Indices
+from stoker.data.ragged import Array, Indices, offsets_of
 from stoker.errors import UserError
 from stoker.files import new_folder, write_bytes, write_json
 
 MANIFEST = "samples.json"
-VERSION = 1  # of the folder's format; a table of another version is made again
+VERSION = 2  # of the folder's format; a table of another version is made again
 BLOCK = 1 << 22  # rows looked at together where a whole column must be read
 PLACE_COLUMNS = {"shard": np.int32, "first": np.int64, "count": np.int32, "id": np.int64}
 
@@ -33,7 +33,7 @@ class SampleTable:
     shards: tuple[str, ...]  # paths, relative to the data set
     columns: Mapping[str, Array]  # shard, first, count, id, and the labels
     fingerprint: str
-    in_shard_order: bool  # all samples of a shard stand together, shards in their order
+    shard_starts: Indices | None  # row at which each shard begins, and the number of rows; None: shards are mixed
     unreadable: Mapping[int, str] = field(default_factory=dict)  # shards that could not be opened, and why
     blocks: Indices | None = None  # rows at which the parts begin that storage reads at once; None: unknown
 
@@ -47,7 +47,7 @@ class SampleTable:
 class TableWriter:
     """Fills the columns of a table chunk by chunk."""
 
-    def __init__(self, folder: Path, num_samples: int, labels: Mapping[str, npt.DTypeLike]) -> None:
+    def __init__(self, folder: Path, num_samples: int, num_shards: int, labels: Mapping[str, npt.DTypeLike]) -> None:
         types = PLACE_COLUMNS | dict(labels)
         self.columns = {
             name: open_memmap(folder / f"{name}.npy", mode="w+", dtype=np.dtype(kind), shape=(num_samples,))
@@ -55,8 +55,8 @@ class TableWriter:
         }
         self.blocks: Indices | None = None
         self.unreadable: dict[int, str] = {}
-        self.in_shard_order = True
-        self._filled, self._last_shard = 0, 0
+        self._per_shard = np.zeros(num_shards, np.int64)
+        self._filled, self._last_shard, self._in_shard_order = 0, 0, True
 
     def append(self, chunk: Mapping[str, Array]) -> None:
         size = len(chunk["id"])
@@ -64,8 +64,13 @@ class TableWriter:
             column[self._filled : self._filled + size] = chunk[name]
         self._filled += size
         shards = np.append(self._last_shard, chunk["shard"])
-        self.in_shard_order &= bool((shards[1:] >= shards[:-1]).all())
+        self._in_shard_order &= bool((shards[1:] >= shards[:-1]).all())
         self._last_shard = int(shards[-1])
+        self._per_shard += np.bincount(chunk["shard"], minlength=len(self._per_shard))
+
+    @property
+    def shard_starts(self) -> Indices | None:
+        return offsets_of(self._per_shard) if self._in_shard_order else None
 
 
 @contextmanager
@@ -74,7 +79,7 @@ def new_table(
 ) -> Iterator[TableWriter]:
     """Writes a table that appears in `folder` only when the block ends without an error."""
     with new_folder(folder, force=True, marker=MANIFEST) as partial:
-        writer = TableWriter(partial, num_samples, labels)
+        writer = TableWriter(partial, num_samples, len(shards), labels)
         yield writer
         for column in writer.columns.values():
             column.flush()
@@ -87,7 +92,7 @@ def new_table(
                 "columns": list(writer.columns),
                 "shards": list(shards),
                 "fingerprint": fingerprint,
-                "in_shard_order": writer.in_shard_order,
+                "shard_starts": None if writer.shard_starts is None else writer.shard_starts.tolist(),
                 "unreadable": list(writer.unreadable.items()),
             },
         )
@@ -107,7 +112,7 @@ def open_table(folder: Path) -> SampleTable | None:
         shards=tuple(manifest["shards"]),
         columns=columns,
         fingerprint=manifest["fingerprint"],
-        in_shard_order=manifest["in_shard_order"],
+        shard_starts=None if manifest["shard_starts"] is None else np.array(manifest["shard_starts"], np.int64),
         unreadable=dict(manifest["unreadable"]),
         blocks=blocks,
     )
@@ -189,11 +194,10 @@ def split_by_shard(
     side = np.zeros(num_shards, np.int8)
     side[held], side[list(left_out)] = 1, 2
     description = {"by": "files", "validation": [table.shards[shard] for shard in held]}
-    if not table.in_shard_order:
+    starts = table.shard_starts
+    if starts is None:
         return _listed_split(table, folder, description, lambda ids, shards: side[shards])
-    starts = shard_starts(table.columns["shard"])
-    sides = side[table.columns["shard"][starts[:-1]]]
-    training, held_out = (_ranges(starts[:-1][sides == number], starts[1:][sides == number]) for number in (0, 1))
+    training, held_out = (_ranges(starts[:-1][side == number], starts[1:][side == number]) for number in (0, 1))
     return Split(training, held_out, description)
 
 
@@ -236,19 +240,15 @@ def _listed_split(
     return Split(training, held_out, description)
 
 
+def shard_rows(table: SampleTable, shard: int) -> Indices:
+    """Rows of the table that belong to a shard."""
+    if table.shard_starts is None:
+        return np.flatnonzero(table.columns["shard"] == shard)
+    return np.arange(table.shard_starts[shard], table.shard_starts[shard + 1])
+
+
 def whole(table: SampleTable) -> Subset:
     return _ranges(np.zeros(1, np.int64), np.array([len(table)], np.int64))
-
-
-def shard_starts(column: Array) -> Indices:
-    """Row at which each shard that has samples begins, and the number of rows; for a column in shard order.
-
-    By bisection: 660 files among 132 million samples are found without reading the column.
-    """
-    starts = [0]
-    while starts[-1] < len(column):
-        starts.append(int(np.searchsorted(column, column[starts[-1]], side="right")))
-    return np.array(starts, np.int64)
 
 
 def block_positions(table: SampleTable, subset: Subset) -> Indices:

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from stoker.data.cache import ByteCache
-from stoker.data.parquet import ParquetSource, open_parquet
+from stoker.data.parquet import ParquetSource, named_if_damaged, open_parquet
 from stoker.data.quarantine import BadShard
 from stoker.data.ragged import Array, Indices, Ragged, offsets_of, range_indices
 from stoker.data.samples import SampleTable
@@ -145,26 +146,27 @@ class WindowSource:
         starts, names, path = self._anywhere.group_starts(shard), list(self._types), self._paths[shard]
         low, high = (int(np.searchsorted(starts, row, side="right")) - 1 for row in (begin, last_first))
         try:
-            file = open_parquet(path, names, self._anywhere.metadata(shard))
-            parts = [file.read_row_groups(list(range(low, high + 1)), columns=names, use_threads=False)]
-            missing = end - int(starts[high + 1])
-            if missing > 0:
-                later = list(range(high + 1, len(starts) - 1))
-                for batch in file.iter_batches(
-                    min(missing, 65_536), row_groups=later, columns=names, use_threads=False
-                ):
-                    parts.append(pa.Table.from_batches([batch]))
-                    missing -= batch.num_rows
-                    if missing <= 0:
-                        break
+            with named_if_damaged(path):
+                file = open_parquet(path, names, self._anywhere.metadata(shard))
+                parts = [file.read_row_groups(list(range(low, high + 1)), columns=names, use_threads=False)]
+                parts += _first_rows(file, high + 1, end - int(starts[high + 1]), names)
         except UserError as error:
             raise BadShard(shard, str(error)) from error
-        except (OSError, pa.ArrowInvalid) as error:
-            raise BadShard(
-                shard, f"Row groups {low} to {high} of {path} cannot be read ({error}). Fetch it again."
-            ) from error
         raw = {name: _joined([part.column(name) for part in parts], kind) for name, kind in self._types.items()}
         return raw, int(starts[low])
+
+
+def _first_rows(file: pq.ParquetFile, group: int, num_rows: int, names: list[str]) -> list[pa.Table]:
+    """At least so many rows from the start of a row group on, decoding little more than them."""
+    parts: list[pa.Table] = []
+    if num_rows > 0:
+        groups = list(range(group, file.num_row_groups))
+        for batch in file.iter_batches(min(num_rows, 65_536), row_groups=groups, columns=names, use_threads=False):
+            parts.append(pa.Table.from_batches([batch]))
+            num_rows -= batch.num_rows
+            if num_rows <= 0:
+                break
+    return parts
 
 
 def _joined(columns: list[pa.ChunkedArray], kind: np.dtype[Any]) -> Array:

@@ -51,11 +51,13 @@ class Job(Generic[R]):
         return self._ready.is_set()
 
     def result(self, timeout_s: float) -> R:
+        """The result, once: asking a second time gives nothing."""
         if not self._ready.wait(timeout_s):
             raise TimeoutError
         if self._error is not None:
             raise self._error
-        return self._result  # type: ignore[return-value]
+        result, self._result = self._result, None  # handed over: memory that nobody counts must not be kept
+        return result  # type: ignore[return-value]
 
 
 class Workers:
@@ -92,3 +94,4 @@ class Workers:
     def _loop(self) -> None:
         while (job := self._jobs.get()) is not None and not self._closing:
             job.run()
+            del job  # until the next one comes, this thread would keep its result alive

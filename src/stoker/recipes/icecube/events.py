@@ -18,9 +18,9 @@ import pyarrow as pa
 from stoker import console
 from stoker.data.cache import cache_folder
 from stoker.data.pack import Packing, ShardContent
-from stoker.data.parquet import ParquetSource, group_starts_of, open_parquet
+from stoker.data.parquet import ParquetSource, group_starts_of, named_if_damaged, open_parquet
 from stoker.data.ragged import Array, Indices, offsets_of, range_indices, sample_of_row
-from stoker.data.samples import SampleTable, TableWriter, new_table, open_table, shard_starts
+from stoker.data.samples import SampleTable, TableWriter, new_table, open_table
 from stoker.data.window import WindowSource
 from stoker.errors import UserError
 from stoker.recipes.icecube.batch import AUXILIARY, CHARGE_FIRST, CHARGE_STEP, CHARGE_UNIT, FIRST_OF_DOM
@@ -106,7 +106,8 @@ def group_by_dom(sensor: Array, event: Indices) -> tuple[Indices, npt.NDArray[np
 
 def _encode(path: Path, table: SampleTable, rows: Indices, *, on_grid: bool) -> ShardContent:
     """All events of a file, encoded; a million pulses at a time, so that sorting stays in the cache."""
-    file = open_parquet(path, list(PULSE_COLUMNS)).read(columns=list(PULSE_COLUMNS), use_threads=False)
+    with named_if_damaged(path):
+        file = open_parquet(path, list(PULSE_COLUMNS)).read(columns=list(PULSE_COLUMNS), use_threads=False)
     raw: dict[str, Array] = {name: file.column(name).to_numpy() for name in PULSE_COLUMNS}
     first, count = np.asarray(table.columns["first"][rows]), np.asarray(table.columns["count"][rows])
     parts: list[dict[str, Array]] = []
@@ -172,7 +173,9 @@ def _charge_type_of_file(path: Path) -> int:
     needed = 0
     file = open_parquet(path, list(PULSE_COLUMNS))
     for group in range(file.num_row_groups):
-        charge = file.read_row_group(group, columns=["charge"], use_threads=False).column("charge").to_numpy()
+        with named_if_damaged(path):
+            table = file.read_row_group(group, columns=["charge"], use_threads=False)
+        charge = table.column("charge").to_numpy()
         if not (np.isfinite(charge).all() and _on_grid(charge)):
             exact = (charge.astype(np.float32) == charge) | np.isnan(charge)
             needed = max(needed, 1 if exact.all() else 2)
@@ -222,6 +225,7 @@ def _build(root: Path, folder: Path, fingerprint: str) -> SampleTable:
     checks = _Checks(root, shards, np.array([start[-1] for start in starts], np.int64))
     num_samples = meta.metadata.num_rows
     with (
+        named_if_damaged(root / "train_meta.parquet"),
         new_table(folder, num_samples, LABELS, shards, fingerprint) as writer,
         console.progress("sample table", num_samples, "events") as bar,
     ):
@@ -279,13 +283,12 @@ def _row_group_starts(root: Path, shards: list[str]) -> tuple[list[Indices], dic
 
 def _blocks(writer: TableWriter, starts: list[Indices]) -> Indices | None:
     """Rows of the table at which blocks begin, row groups or several small ones: what a window order reads at once."""
-    if not writer.in_shard_order:
+    if writer.shard_starts is None:
         return None
-    first, shard = writer.columns["first"], writer.columns["shard"]
-    borders = shard_starts(shard)
+    first = writer.columns["first"]
     blocks = [
-        begin + np.searchsorted(first[begin:end], _block_starts(starts[shard[begin]]))
-        for begin, end in pairwise(borders.tolist())
+        begin + np.searchsorted(first[begin:end], _block_starts(starts[shard]))
+        for shard, (begin, end) in enumerate(pairwise(writer.shard_starts.tolist()))
     ]
     return np.unique(np.concatenate(blocks))
 
