@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -182,9 +182,11 @@ def measure(root: Path, num_events: int, repeats: int) -> None:
         emit(line(f"loader, {name}", values, "events/s", events=num_events, batch_size=BATCH))
     table(rates)
     for name, one in (("exact", packed), ("window", direct)):
-        sequence = np.concatenate([batch.rows.numpy() for step in one.steps() for batch in step.batches])
-        quality = shuffle_quality(sequence, one.data.table.columns["shard"], BATCH)
-        console.say(f"shuffle quality, {name} (batches sorted inside): {quality.line()}")
+        subset = whole(one.data.table)
+        first, second = (one.data.order(subset)(0, epoch).take(0, num_events) for epoch in (0, 1))
+        quality = shuffle_quality(first, one.data.table.columns["shard"], BATCH, second)
+        emit({"name": f"shuffle quality, {name} order", **asdict(quality), "events": num_events, "batch_size": BATCH})
+        console.say(f"shuffle quality, {name} order: {quality.line()}")
 
 
 def table(rates: dict[str, list[float]]) -> None:

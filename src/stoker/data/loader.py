@@ -131,7 +131,7 @@ class Loader(Generic[B]):
     def _begin(self, step: StepPlan, workers: Workers, budget: "_Budget", *, first: bool) -> "_Step | None":
         """Starts the work on a step, if there is room for it; the first one must fit alone."""
         mine = self.plan.deal(step, self._num_ranks)[self._rank]
-        num_bytes = int(sum(int(self.plan.costs(micro.rows).sum()) for micro in mine) * self._bytes_per_cost)
+        num_bytes = int(sum(micro.cost for micro in mine) * self._bytes_per_cost)
         if first and num_bytes > self._room:
             raise UserError(
                 f"One step needs about {num_bytes / 1e6:,.0f} MB for its batches, and loader.ram_bytes leaves "

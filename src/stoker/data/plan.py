@@ -44,6 +44,7 @@ class MicroBatch:
     rows: Indices
     seed: int
     epoch: int
+    cost: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,16 +95,16 @@ class Plan:
             each = max(1, -(-int(costs.sum()) // (num_ranks * self.micro_cost)))
         while True:
             bins = _balanced(costs, num_ranks * each)
-            fits = self.micro_cost is None or num_ranks * each >= len(costs)
-            if fits or np.bincount(bins, costs).max(initial=0) <= (self.micro_cost or 0):
+            spent = np.bincount(bins, costs, minlength=num_ranks * each)
+            if self.micro_cost is None or num_ranks * each >= len(costs) or spent.max() <= self.micro_cost:
                 break
             each += 1
-        dealt = [self._micro_batch(step, step.rows[bins == number]) for number in range(num_ranks * each)]
+        dealt = [
+            # In the order of storage: the same sum of gradients, and reads that only go forward.
+            MicroBatch(np.sort(step.rows[bins == number]), step.before.seed, step.before.epoch, int(cost))
+            for number, cost in enumerate(spent)
+        ]
         return [dealt[rank::num_ranks] for rank in range(num_ranks)]
-
-    def _micro_batch(self, step: StepPlan, rows: Indices) -> MicroBatch:
-        # In the order of storage: the same sum of gradients, and reads that only go forward.
-        return MicroBatch(np.sort(rows), step.before.seed, step.before.epoch)
 
     def _next_rows(self, order: Order, start: int) -> Indices:
         if self.batch_size is not None:

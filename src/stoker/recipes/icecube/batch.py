@@ -141,7 +141,8 @@ def decode_charge(charge: Tensor) -> Tensor:
     if charge.dtype != torch.int16:
         return charge.float()
     code = charge.int() & 0xFFFF
-    return (CHARGE_FIRST + CHARGE_STEP * code).float() / CHARGE_UNIT
+    # In float64: a GPU divides by a constant through its reciprocal, which in float32 misses the nearest value.
+    return ((CHARGE_FIRST + CHARGE_STEP * code).double() / CHARGE_UNIT).float()
 
 
 def unit_vectors(azimuth: Array, zenith: Array) -> Array:

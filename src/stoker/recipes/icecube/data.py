@@ -11,6 +11,7 @@ import torch
 from pydantic import Field
 
 from stoker import console
+from stoker.data import samples, store
 from stoker.data.cache import cache_folder, free_bytes
 from stoker.data.loader import LoaderConfig
 from stoker.data.order import ExactOrder, Order, WindowOrder
@@ -118,16 +119,16 @@ def _open(root: Path, config: IceCubeData, loader: LoaderConfig, device: torch.d
     return _opened_store(_packed_copy(root, table, loader), config, device)
 
 
-def _opened_store(store: PackedStore, config: IceCubeData, device: torch.device) -> _Opened:
-    fits = device.type == "cuda" and store.num_bytes <= config.resident_share * torch.cuda.mem_get_info(device)[0]
+def _opened_store(packed: PackedStore, config: IceCubeData, device: torch.device) -> _Opened:
+    fits = device.type == "cuda" and packed.num_bytes <= config.resident_share * torch.cuda.mem_get_info(device)[0]
     if config.mode == "resident" and not fits:
         raise UserError(
-            f"data.mode is resident, and the {store.num_bytes / 1e9:.1f} GB of events are more than the share "
+            f"data.mode is resident, and the {packed.num_bytes / 1e9:.1f} GB of events are more than the share "
             f"{config.resident_share} of the GPU's free memory. Use packed, or raise data.resident_share."
         )
     if fits and config.mode in ("auto", "resident"):
-        return _Opened(ResidentEvents(store, device), store.table, "resident", grouped=True)
-    return _Opened(store, store.table, "packed", grouped=True)
+        return _Opened(ResidentEvents(packed, device), packed.table, "resident", grouped=True)
+    return _Opened(packed, packed.table, "packed", grouped=True)
 
 
 def _may_pack(root: Path, table: SampleTable) -> bool:
@@ -152,14 +153,14 @@ def _packed_copy(root: Path, table: SampleTable, loader: LoaderConfig) -> Packed
         console.say(f"Packing {len(table):,} events of {root} into {path}, once; --data.mode direct does without.")
         path.parent.mkdir(parents=True, exist_ok=True)
         packing = events.packing(root, table, threads=loader.num_threads)
-        store = pack(path, packing, threads=loader.num_threads)
-        assert store is not None, "a single rank completes its own store"
-        return store
+        packed = pack(path, packing, threads=loader.num_threads)
+        assert packed is not None, "a single rank completes its own store"
+        return packed
     return open_store(path)
 
 
 def _copy_path(table: SampleTable) -> Path:
-    return cache_folder() / "packed" / f"icecube-{table.fingerprint[:16]}"
+    return cache_folder() / "packed" / f"icecube-{store.VERSION}.{samples.VERSION}-{table.fingerprint[:16]}"
 
 
 def _split(table: SampleTable, config: IceCubeData, quarantine: Quarantine) -> Split:
