@@ -6,6 +6,7 @@ makes the call. Words like `--train.lr 1e-4` are taken out first and handed to `
 
 import errno
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,41 +94,62 @@ class Train:
     """Train a model. --group.key VALUE overrides any key that `stoker config TARGET` prints."""
 
     target: Positional[str]  # recipe, recipe:preset, file.yaml, or module:attribute
+    init_from: Path | None = None  # a checkpoint whose weights to begin with; everything else begins anew
+    allow_partial: Flag = False  # with --init-from: take the weights that fit, and list the others
+    gpus: int | None = None  # processes to start on this machine, one a GPU, through torchrun
     json: Flag = False  # print the result as JSON
 
     def run(self, overrides: list[str]) -> int:
+        if self.gpus is not None:
+            return _under_torchrun(self.gpus)
         from stoker import launch
 
-        return _show_outcome(launch.start(launch.resolve_target(self.target, overrides)), as_json=self.json)
+        target = launch.resolve_target(self.target, overrides)
+        outcome = launch.start(target, init_from=self.init_from, allow_partial=self.allow_partial)
+        return _show_outcome(outcome, as_json=self.json)
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Go on with a run from its last checkpoint, bit for bit."""
+    """Go on with a run from its last checkpoint, bit for bit. A changed key must be named: --group.key VALUE."""
 
     path: Positional[Path]  # a run folder
     json: Flag = False  # print the result as JSON
 
     def run(self, overrides: list[str]) -> int:
-        _no_overrides("resume", overrides)
         from stoker import launch
 
-        return _show_outcome(launch.resume(self.path), as_json=self.json)
+        return _show_outcome(launch.resume(self.path, overrides), as_json=self.json)
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Start a new run with the weights and moments of another, overrides, and a new schedule, which is drawn first."""
+
+    path: Positional[Path]  # a run folder
+    checkpoint: str = "last"  # best, last, or the path of a checkpoint
+    json: Flag = False  # print the result as JSON
+
+    def run(self, overrides: list[str]) -> int:
+        from stoker import launch
+
+        return _show_outcome(launch.fork(self.path, overrides, self.checkpoint), as_json=self.json)
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Evaluate a checkpoint of a run on its validation samples."""
+    """Evaluate a checkpoint of a run on its validation samples, or with --data.path on others."""
 
     path: Positional[Path]  # a run folder
-    checkpoint: Literal["best", "last"] = "best"  # which one
+    checkpoint: str = "best"  # best, last, or the path of a checkpoint
+    weights: Literal["auto", "raw", "ema"] = "auto"  # auto takes averaged weights where there are any
     json: Flag = False  # print the result as JSON
 
     def run(self, overrides: list[str]) -> int:
-        _no_overrides("evaluate", overrides)
         from stoker import launch
 
-        return _show_outcome(launch.evaluate_run(self.path, self.checkpoint), as_json=self.json)
+        outcome = launch.evaluate_run(self.path, self.checkpoint, self.weights, overrides)
+        return _show_outcome(outcome, as_json=self.json)
 
 
 @dataclass(frozen=True)
@@ -174,6 +196,7 @@ COMMANDS: dict[str, Any] = {
     "pack": Pack,
     "train": Train,
     "resume": Resume,
+    "fork": Fork,
     "evaluate": Evaluate,
     "runs": Runs,
     "config": Config,
@@ -226,9 +249,28 @@ def _split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
     return own, overrides
 
 
+def _under_torchrun(num_processes: int) -> int:
+    """The same words once more, under PyTorch's own launcher; an id of our own lets a restarted run find its folder."""
+    import subprocess
+    import time
+
+    if num_processes < 1:
+        raise UserError(f"--gpus is {num_processes}; it must be at least 1.")
+    words = list(sys.argv[1:])
+    at = next(number for number, word in enumerate(words) if word.partition("=")[0] == "--gpus")
+    del words[at : at + (1 if "=" in words[at] else 2)]
+    job = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={job}", "--max-restarts=3"]
+    return subprocess.run([*torchrun, *rendezvous, "-m", "stoker", *words]).returncode
+
+
 def _show_outcome(outcome: Any, *, as_json: bool) -> int:
+    if int(os.environ.get("RANK", 0)) > 0:
+        return 0  # the first process speaks for all
     rate = outcome.samples_per_s
     lines = [console.table(outcome.recipe.result_table(outcome.metrics))] if outcome.metrics else []
+    lines += [f"{name}: {value}" for name, value in outcome.summary]
     lines += [f"samples/s: {rate:,.0f}"] if rate else []
     lines += [f"run folder: {outcome.run.path}"]
     result = {"run": str(outcome.run.path), "samples_per_s": rate, "metrics": outcome.metrics}

@@ -24,10 +24,19 @@ class Progress(Protocol):
 
 
 _copies: list[Path] = []
+_quiet = False
+
+
+def be_quiet(quiet: bool = True) -> None:
+    """Of several processes only the first speaks."""
+    global _quiet
+    _quiet = quiet
 
 
 def say(text: str) -> None:
     """One line for the person, and for the log of the run that is going on."""
+    if _quiet:
+        return
     print(text, file=sys.stderr, flush=True)
     for path in _copies:
         with path.open("a") as file:
@@ -47,7 +56,7 @@ def copy_to(path: Path) -> Iterator[None]:
 @contextmanager
 def progress(what: str, total: int, unit: str) -> Iterator[Progress]:
     """A bar for `total` units of work; `unit` is the plural that the rate is counted in."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and not _quiet:
         with _rich_columns(unit) as bar:
             yield _Bar(bar, bar.add_task(what, total=total))
     else:

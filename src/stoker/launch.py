@@ -1,9 +1,11 @@
-"""From words to a run: finds the recipe, resolves the configuration, builds source, loader, task and trainer.
+"""From words to a run: finds the recipe, resolves the configuration, builds source, loader, task and engine.
 
 The one place that puts the parts together; everything below it gets them handed in.
 """
 
 import importlib
+import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,14 +24,19 @@ from stoker.data.quality import shuffle_quality
 from stoker.data.samples import Subset
 from stoker.data.stages import Stage
 from stoker.data.store import is_store, open_store
-from stoker.errors import UserError
+from stoker.errors import MachineError, UserError
 from stoker.recipe import Recipe, RunConfig, RunData
 from stoker.runs.events import EventLog, read_events
 from stoker.runs.folder import RunFolder, create_run, open_run, record_environment
 from stoker.settings import Layer
-from stoker.train import checkpoint
+from stoker.train import checkpoint, parallel
+from stoker.train.engine import Engine, Trainer
 from stoker.train.evaluate import evaluate
-from stoker.train.loop import Trainer, total_steps, train
+from stoker.train.loop import train
+from stoker.train.parallel import Ranks
+from stoker.train.precision import resolve_precision
+from stoker.train.schedule import chart
+from stoker.train.trackers import open_tracker
 
 BUILT_IN = {"icecube": "stoker.recipes.icecube.recipe:RECIPE"}
 
@@ -49,6 +56,7 @@ class Outcome:
     recipe: Recipe
     metrics: dict[str, float]
     samples_per_s: float | None = None
+    summary: tuple[tuple[str, str], ...] = ()  # of the run, for people
 
 
 def resolve_target(target: str, overrides: list[str]) -> Target:
@@ -68,43 +76,69 @@ def resolve_target(target: str, overrides: list[str]) -> Target:
     return Target(recipe, config, settings.default_origins(config, f"preset {recipe.name}:{preset}", origins))
 
 
-def start(target: Target) -> Outcome:
-    """A new run, from its first step to its last."""
+def start(target: Target, *, init_from: Path | None = None, allow_partial: bool = False) -> Outcome:
+    """A new run, from its first step to its last. Under torchrun a restarted run goes on from its last checkpoint."""
     config = target.config
-    device = choose_device(config.run.device)
-    parts = _build(target.recipe, config, device)
-    run = create_run(config.run.folder, config.recipe, config.run.name, settings.as_yaml(config))
-    return _run(run, target.recipe, config, parts, resume_from=None)
+    with _joined(config) as ranks:
+        parts = _build(target.recipe, config, ranks)
+        if init_from is not None:
+            weights = checkpoint.read_checkpoint(init_from).tensors["model"]
+            checkpoint.load_weights(weights, parts.task.model, str(init_from), allow_partial=allow_partial)
+        run, again = _run_folder(target, ranks)
+        resume_from = checkpoint.last_good(run.checkpoints) if again else None
+        return _run(run, target, parts, ranks, resume_from=resume_from)
 
 
-def resume(path: Path) -> Outcome:
-    """Goes on from the last checkpoint as if nothing had happened."""
+def resume(path: Path, overrides: list[str]) -> Outcome:
+    """Goes on from the last checkpoint as if nothing had happened. A changed key must be named in `overrides`."""
     run = open_run(path)
-    target = resolve_target(str(run.config), [])
-    ended = [event for event in read_events(run.events, "end") if event["state"] == "finished"]
-    if ended:
-        raise UserError(f"{path} is finished; there is nothing to resume. `stoker evaluate {path}` shows its result.")
-    found = checkpoint.last(run.checkpoints)
-    if found is None:
-        console.say(f"{path} holds no checkpoint yet: starting it from the beginning.")
-    parts = _build(target.recipe, target.config, choose_device(target.config.run.device))
-    record_environment(run)
-    return _run(run, target.recipe, target.config, parts, resume_from=found)
+    target = resolve_target(str(run.config), overrides)
+    with _joined(target.config) as ranks:
+        ended = [event for event in read_events(run.events, "end") if event["state"] == "finished"]
+        if ended:
+            raise UserError(
+                f"{path} is finished; there is nothing to resume. `stoker evaluate {path}` shows its result."
+            )
+        found = checkpoint.last_good(run.checkpoints)
+        if found is None:
+            console.say(f"{path} holds no checkpoint yet: starting it from the beginning.")
+        else:
+            _check_unchanged(found, target, overrides)
+        parts = _build(target.recipe, target.config, ranks)
+        if ranks.is_first:
+            record_environment(run)
+        return _run(run, target, parts, ranks, resume_from=found)
 
 
-def evaluate_run(path: Path, which: str) -> Outcome:
-    """Metrics of the best or the last checkpoint on the run's validation samples."""
+def fork(path: Path, overrides: list[str], which: str) -> Outcome:
+    """A new run with the weights and moments of another, its own overrides, and a new schedule from step 0."""
+    old = open_run(path)
+    target = resolve_target(str(old.config), overrides)
+    with _joined(target.config) as ranks:
+        parts = _build(target.recipe, target.config, ranks)
+        found = _find_checkpoint(old, which, parts.task.goal)
+        run, _ = _run_folder(target, ranks)
+        return _run(run, target, parts, ranks, take_over=found)
+
+
+def evaluate_run(path: Path, which: str, weights: str, overrides: list[str]) -> Outcome:
+    """Metrics of a checkpoint, with averaged or raw weights, on the run's validation samples or on other data."""
     run = open_run(path)
-    target = resolve_target(str(run.config), [])
-    device = choose_device(target.config.run.device)
-    parts = _build(target.recipe, target.config, device)
-    folder = run.checkpoints
-    found = checkpoint.best(folder, parts.task.goal) if which == "best" else checkpoint.last(folder)
-    if found is None:
-        raise UserError(f"{path} holds no checkpoint to evaluate; it was stopped before its first one.")
-    checkpoint.load_weights(found, parts.task.model)
-    parts.task.model.to(device)
-    return Outcome(run, target.recipe, evaluate(parts.task, parts.validation, device))
+    target = resolve_target(str(run.config), overrides)
+    with _joined(target.config) as ranks:
+        parts = _build(target.recipe, target.config, ranks)
+        found = _find_checkpoint(run, which, parts.task.goal)
+        snapshot = checkpoint.read_checkpoint(found)
+        averaged = snapshot.tensors.get("average")
+        if weights == "ema" and averaged is None:
+            raise UserError(f"{found} holds no averaged weights: the run was trained without train.ema.")
+        chosen = dict(averaged if averaged is not None and weights != "raw" else snapshot.tensors["model"])
+        chosen.pop("__updates__", None)
+        checkpoint.load_weights(chosen, parts.task.model, str(found))
+        parts.task.model.to(parts.device)
+        precision = resolve_precision(target.config.train.precision, parts.device)
+        metrics = evaluate(parts.task, parts.validation, parts.device, precision)
+        return Outcome(run, target.recipe, metrics)
 
 
 def pack_data(
@@ -135,12 +169,24 @@ def pack_data(
     return result
 
 
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device is cuda, and torch sees no GPU here. Use --run.device cpu.")
-    return torch.device(name)
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def _joined(config: RunConfig) -> Iterator[Ranks]:
+    """Together with the other processes of torchrun, if there are any; only the first one speaks."""
+    ranks = parallel.join(config.run.device)
+    console.be_quiet(not ranks.is_first)
+    try:
+        yield ranks
+    finally:
+        console.be_quiet(False)
+        parallel.leave()
 
 
 @dataclass(frozen=True)
@@ -152,21 +198,32 @@ class _Parts:
     data: RunData
 
 
-def _build(recipe: Recipe, config: RunConfig, device: torch.device) -> _Parts:
-    data = recipe.open_data(config, device)
+def _build(recipe: Recipe, config: RunConfig, ranks: Ranks) -> _Parts:
+    device = choose_device(config.run.device, ranks.local)
+    # The first process of each machine makes what is missing in the cache; the others find it there.
+    data = recipe.open_data(config, device) if ranks.local == 0 else None
+    parallel.gather(None)
+    data = data or recipe.open_data(config, device)
     torch.manual_seed(config.run.seed)
     task = recipe.build_task(config)
+    # From here on each rank draws its own numbers (dropout); weights were drawn alike.
+    torch.manual_seed(config.run.seed + 1_000_003 * ranks.rank)
     return _Parts(
         task=task,
-        training=_loader(data, data.training, data.order(data.training), config, device),
-        validation=_loader(data, data.validation, lambda seed, epoch: StorageOrder(), config, device),
+        training=_loader(data, data.training, data.order(data.training), config, device, ranks),
+        validation=_loader(data, data.validation, lambda seed, epoch: StorageOrder(), config, device, ranks),
         device=device,
         data=data,
     )
 
 
 def _loader(
-    data: RunData, subset: Subset, order: Callable[[int, int], Order], config: RunConfig, device: torch.device
+    data: RunData,
+    subset: Subset,
+    order: Callable[[int, int], Order],
+    config: RunConfig,
+    device: torch.device,
+    ranks: Ranks,
 ) -> Loader[Any]:
     loader = config.loader
     plan = Plan(
@@ -183,25 +240,40 @@ def _loader(
         plan,
         [*data.stages, *pinned],
         loader,
+        rank=ranks.rank,
+        num_ranks=ranks.count,
         where=data.where,
         bytes_per_cost=data.bytes_per_cost,
         cache_bytes=data.cache_bytes,
     )
 
 
-def _run(run: RunFolder, recipe: Recipe, config: RunConfig, parts: _Parts, resume_from: Path | None) -> Outcome:
-    with EventLog(run.events) as log, console.copy_to(run.log), _end_recorded(log):
-        console.say(f"run folder: {run.path}")
-        num_parameters = sum(parameter.numel() for parameter in parts.task.model.parameters())
-        log.write(
-            "start",
-            resumed_from=resume_from.name if resume_from else None,
-            data=dict(parts.data.description),
-            parameters=num_parameters,
-            steps=total_steps(config.train, parts.training),
-            device=str(parts.device),
-        )
-        _report_shuffle(log, parts.training, config.run.seed)
+def _run_folder(target: Target, ranks: Ranks) -> tuple[RunFolder, bool]:
+    """The run's folder on every rank, and whether it was there before: torchrun restarts us under the same id."""
+    config, job = target.config, os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    fixed = config.run.folder / f"{config.recipe.replace(':', '-')}-{job}" if job != "none" else None
+    if fixed is not None and parallel.from_first((fixed / "config.yaml").is_file()):
+        console.say(f"{fixed} exists: going on with it.")
+        return open_run(fixed), True
+    made = None
+    if ranks.is_first:
+        made = create_run(config.run.folder, config.recipe, config.run.name, settings.as_yaml(config), fixed)
+    return parallel.from_first(made), False
+
+
+def _run(
+    run: RunFolder,
+    target: Target,
+    parts: _Parts,
+    ranks: Ranks,
+    resume_from: Path | None = None,
+    take_over: Path | None = None,
+) -> Outcome:
+    config = target.config
+    values = {key: str(value) if isinstance(value, Path) else value for key, value in settings.leaves(config)}
+    with EventLog(run.events if ranks.is_first else Path(os.devnull)) as log, _said_in(run, ranks), _end_recorded(log):
+        listener = open_tracker(config.log, run.path, run.path.name, values) if ranks.is_first else None
+        log.listeners += [listener] if listener else []
         trainer = Trainer(
             config=config.train,
             task=parts.task,
@@ -209,12 +281,56 @@ def _run(run: RunFolder, recipe: Recipe, config: RunConfig, parts: _Parts, resum
             validation=parts.validation,
             device=parts.device,
             log=log,
-            checkpoints=run.checkpoints,
+            folder=run.path,
             quarantine=parts.data.quarantine,
+            settings=values,
+            ranks=ranks,
         )
-        metrics = train(trainer, config.run.seed, resume_from)
+        engine = Engine(trainer, config.run.seed)
+        if resume_from is not None:
+            engine.restore(checkpoint.read_checkpoint(resume_from), str(resume_from))
+        if take_over is not None:
+            engine.take_over(checkpoint.read_checkpoint(take_over), str(take_over))
+        _introduce(run, log, engine, parts, resume_from, take_over)
+        metrics, stopped_by = train(engine)
+        if listener is not None:
+            listener.close()
+        if stopped_by is not None:
+            raise Stopped(
+                f"Stopped by {stopped_by} after step {engine.step} of {engine.total}. `stoker resume {run.path}` goes on."
+            )
     rates = [event["samples_per_s"] for event in read_events(run.events, "step")]
-    return Outcome(run, recipe, metrics, sum(rates) / len(rates) if rates else None)
+    return Outcome(run, target.recipe, metrics, sum(rates) / len(rates) if rates else None, engine.summary())
+
+
+def _introduce(
+    run: RunFolder, log: EventLog, engine: Engine, parts: _Parts, resume_from: Path | None, take_over: Path | None
+) -> None:
+    """What a person wants to see before the first step, and the event that says how the run began."""
+    config = engine.config
+    log.write(
+        "start",
+        resumed_from=resume_from.name if resume_from else None,
+        forked_from=str(take_over) if take_over else None,
+        data=dict(parts.data.description),
+        parameters=sum(parameter.numel() for parameter in parts.task.model.parameters()),
+        steps=engine.total,
+        device=str(parts.device),
+        precision=engine.precision,
+        ranks=engine.trainer.ranks.count,
+    )
+    console.say(f"run folder: {run.path}")
+    console.say(chart(config, engine.total))
+    _report_shuffle(log, parts.training, engine.position.seed)
+
+
+@contextmanager
+def _said_in(run: RunFolder, ranks: Ranks) -> Iterator[None]:
+    if not ranks.is_first:
+        yield
+        return
+    with console.copy_to(run.log):
+        yield
 
 
 def _report_shuffle(log: EventLog, loader: Loader[Any], seed: int) -> None:
@@ -229,6 +345,10 @@ def _report_shuffle(log: EventLog, loader: Loader[Any], seed: int) -> None:
     console.say(f"shuffle: {quality.line()}")
 
 
+class Stopped(MachineError):
+    """A run that was asked to stop, and saved itself first."""
+
+
 @contextmanager
 def _end_recorded(log: EventLog) -> Iterator[None]:
     """Writes how the run ended, whatever ended it."""
@@ -236,12 +356,42 @@ def _end_recorded(log: EventLog) -> Iterator[None]:
     try:
         yield
         state = "finished"
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped):
         state = "stopped"
         raise
     finally:
         reason = repr(sys.exc_info()[1]) if state == "failed" else None
         log.write("end", state=state, reason=reason)
+
+
+def _find_checkpoint(run: RunFolder, which: str, goal: str) -> Path:
+    """`best`, `last`, or the path of a checkpoint."""
+    if which not in ("best", "last"):
+        return Path(which)
+    chosen = checkpoint.best(run.checkpoints, goal)
+    found = chosen[0] if which == "best" and chosen else checkpoint.last_good(run.checkpoints)
+    if found is None:
+        raise UserError(f"{run.path} holds no checkpoint; it was stopped before its first one.")
+    return found
+
+
+def _check_unchanged(path: Path, target: Target, overrides: list[str]) -> None:
+    """A configuration that is not the checkpoint's would make a resumed run another run."""
+    saved = checkpoint.read_checkpoint(path).state["settings"]
+    named = {word.removeprefix("--").partition("=")[0] for word in overrides if word.startswith("--")}
+    now = {key: str(value) if isinstance(value, Path) else value for key, value in settings.leaves(target.config)}
+    now = json.loads(json.dumps(now))
+    changed = {key: (saved.get(key), value) for key, value in now.items() if saved.get(key) != value}
+    unnamed = {key: values for key, values in changed.items() if key not in named}
+    if unnamed:
+        listed = "; ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in unnamed.items())
+        key, (_, new) = next(iter(unnamed.items()))
+        raise UserError(
+            f"The configuration changed since the checkpoint {path.name}: {listed}. Put it back, or name the change "
+            f"(`stoker resume RUN --{key} {new}`), or start a new run from these weights with `stoker fork`."
+        )
+    for key, (old, new) in changed.items():
+        console.say(f"Resuming with {key} {new!r} instead of {old!r}.")
 
 
 def _find_recipe(words: str) -> tuple[Recipe, str]:

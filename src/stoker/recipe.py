@@ -16,8 +16,9 @@ from stoker.data.ragged import Indices
 from stoker.data.samples import SampleTable, Subset
 from stoker.data.stages import Stage
 from stoker.settings import AlsoCalled, config
-from stoker.train.loop import TrainConfig
+from stoker.train.config import TrainConfig
 from stoker.train.task import Task
+from stoker.train.trackers import LogConfig
 
 
 @config
@@ -38,6 +39,7 @@ class RunConfig:
     model: Any
     loader: LoaderConfig = LoaderConfig()
     train: TrainConfig = TrainConfig()
+    log: LogConfig = LogConfig()
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,13 @@ class Loaded(Generic[B]):
     """One step for this rank."""
 
     batches: tuple[B, ...]  # micro-batches
-    num_samples: int  # of the whole step, over all ranks and micro-batches
+    rows: Indices  # of the whole step, over all ranks and micro-batches
     after: Position  # where the run stands once this step is done
     wait_s: float  # how long the consumer waited
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.rows)
 
 
 class Loader(Generic[B]):
@@ -157,7 +161,7 @@ class Loader(Generic[B]):
         batches = [self._wait_for(job, micro) for job, micro in zip(step.jobs, step.micro_batches, strict=True)]
         wait_s = time.perf_counter() - begin
         self.times.waited(wait_s)
-        return Loaded(tuple(batches), len(step.plan.rows), step.plan.after, wait_s)
+        return Loaded(tuple(batches), step.plan.rows, step.plan.after, wait_s)
 
     def _wait_for(self, job: "Job[Any]", micro: MicroBatch) -> Any:
         try:

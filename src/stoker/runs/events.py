@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +17,7 @@ class EventLog:
     """Appends events. Each line is handed to the kernel in one write, so a killed process loses none of them."""
 
     def __init__(self, path: Path) -> None:
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         # A process killed inside a write may have left half a line; it must not swallow the next one.
         if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
@@ -25,6 +26,8 @@ class EventLog:
     def write(self, kind: str, **fields: Any) -> None:
         event = {"event": kind, "time": round(time.time(), 3)} | {key: _finite(value) for key, value in fields.items()}
         os.write(self._file, (json.dumps(event, allow_nan=False) + "\n").encode())
+        for listener in self.listeners:
+            listener(event)
 
     def close(self) -> None:
         os.close(self._file)

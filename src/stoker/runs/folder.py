@@ -56,21 +56,21 @@ class RunSummary:
     age_s: float
 
 
-def create_run(root: Path, recipe: str, name: str | None, config_text: str) -> RunFolder:
-    """A new folder; a second run in the same second gets a number behind its name."""
+def create_run(root: Path, recipe: str, name: str | None, config_text: str, fixed: Path | None = None) -> RunFolder:
+    """A new folder, `fixed` or named by the time; a second run in the same second gets a number behind its name."""
     if name is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", name):
         raise UserError(f"run.name is {name!r}; use letters, digits, dots, dashes and underscores only.")
     words = [re.sub(r"[^A-Za-z0-9._-]+", "-", recipe), time.strftime("%Y%m%d-%H%M%S"), *([name] if name else [])]
     base = "-".join(words)
     for attempt in range(1, 1000):
-        run = RunFolder(root / (base if attempt == 1 else f"{base}-{attempt}"))
+        run = RunFolder(fixed or root / (base if attempt == 1 else f"{base}-{attempt}"))
         try:
-            run.path.mkdir(parents=True)
+            run.path.mkdir(parents=True, exist_ok=fixed is not None)
         except FileExistsError:
             continue
-        run.checkpoints.mkdir()
-        write_bytes(run.config, config_text.encode())
+        run.checkpoints.mkdir(exist_ok=True)
         record_environment(run)
+        write_bytes(run.config, config_text.encode())  # last: a folder with a config is a run
         return run
     raise UserError(f"No free name for a run like {base} under {root}.")
 

@@ -1,130 +1,220 @@
-"""Checkpoints: a folder a step, complete or absent, with tensors as safetensors and the rest as JSON. No pickle.
+"""Checkpoints: a folder a step, complete or absent, tensors as safetensors, the rest as JSON. No pickle.
 
-`checkpoints/step-00001200/` holds model.safetensors, optimizer.safetensors and state.json. The last one and the best
-one are kept.
+`checkpoints/step-00001200/` holds model, optimizer, average and random numbers as .safetensors, state.json, and
+checksums.json, which is written last. The two latest are kept, and the best by the task's metric. A damaged one is
+noticed by its checksums, and the one before it is used.
 """
 
+import hashlib
 import json
+import random
 import shutil
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from stoker.data.plan import Position
-from stoker.errors import UserError
+from stoker import console
+from stoker.errors import MachineError, UserError
 from stoker.files import new_folder, write_json
+
+VERSION = 1
+CHECKSUMS = "checksums.json"
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a run has come."""
+class Snapshot:
+    """A run at one moment, in host memory."""
 
-    step: int
-    position: Position
-    score: float | None = None  # the task's metric at this step, where it was evaluated
-    best_score: float | None = None
+    tensors: Mapping[str, Mapping[str, Tensor]]  # model, optimizer, average, random, scale
+    state: Mapping[str, Any]  # step, position, score, configuration, sums
 
-
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, *, goal: str) -> Path:
-    """Writes a checkpoint and removes those that are neither the last nor the best."""
-    out = folder / f"step-{progress.step:08d}"
-    with new_folder(out, force=True, marker="state.json") as partial:
-        save_file(_contiguous(model.state_dict()), partial / "model.safetensors")
-        save_file(_optimizer_tensors(model, optimizer), partial / "optimizer.safetensors")
-        state = {"progress": asdict(progress), "torch_rng": torch.get_rng_state().tolist()}
-        if torch.cuda.is_available():
-            state["cuda_rng"] = torch.cuda.get_rng_state().tolist()
-        write_json(partial / "state.json", state)
-    keep = {last(folder), best(folder, goal)}
-    for path in folder.glob("step-*"):
-        if path not in keep:
-            shutil.rmtree(path)
-    return out
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
 
 
-def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Progress:
-    """Loads weights, and with an optimizer its moments and the state of the random numbers too."""
-    load_weights(path, model)
-    state = _read_state(path)
-    if optimizer is not None:
-        _load_optimizer(model, optimizer, _load(path / "optimizer.safetensors"))
-        torch.set_rng_state(torch.tensor(state["torch_rng"], dtype=torch.uint8))
-        if "cuda_rng" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(torch.tensor(state["cuda_rng"], dtype=torch.uint8))
-    progress = dict(state["progress"])
-    return Progress(**(progress | {"position": Position(**progress["position"])}))
+class Saver:
+    """Writes snapshots in the background, one at a time; an error is raised at the next call."""
+
+    def __init__(self, folder: Path, goal: str, keep_best: int) -> None:
+        self._folder, self._goal, self._keep_best = folder, goal, keep_best
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, snapshot: Snapshot) -> None:
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when nothing is being written any more."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise MachineError(
+                f"A checkpoint could not be written to {self._folder}: {error}. The earlier ones are complete; make room, "
+                f"then `stoker resume {self._folder.parent}`."
+            ) from error
+
+    def _write(self, snapshot: Snapshot) -> None:
+        try:
+            write_checkpoint(self._folder / f"step-{snapshot.step:08d}", snapshot)
+            prune(self._folder, self._goal, self._keep_best)
+        except BaseException as error:
+            self._error = error
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
-    weights = _load(path / "model.safetensors")
-    own = model.state_dict()
-    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-    reshaped = [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
-    if missing or unexpected or reshaped:
+def write_checkpoint(path: Path, snapshot: Snapshot) -> None:
+    with new_folder(path, force=True, marker=CHECKSUMS) as partial:
+        for name, tensors in snapshot.tensors.items():
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, partial / f"{name}.safetensors")
+        write_json(partial / "state.json", {"version": VERSION, **snapshot.state})
+        sums = {file.name: _sha256(file) for file in sorted(partial.iterdir())}
+        write_json(partial / CHECKSUMS, sums)
+
+
+def read_checkpoint(path: Path) -> Snapshot:
+    """Reads a checkpoint and checks every file of it."""
+    if not path.is_dir():
+        raise UserError(f"There is no checkpoint {path}.")
+    if (problem := damage(path)) is not None:
+        raise UserError(f"The checkpoint {path} is damaged: {problem}.")
+    state = json.loads((path / "state.json").read_text())
+    if state.get("version") != VERSION:
         raise UserError(
-            f"The weights in {path} are of another model: missing {_some(missing)}; unexpected {_some(unexpected)}; "
-            f"of another shape {_some(sorted(reshaped))}."
+            f"The checkpoint {path} has format {state.get('version')}; this version reads format {VERSION}."
         )
-    model.load_state_dict(weights)
+    try:
+        tensors = {file.stem: load_file(file) for file in path.glob("*.safetensors")}
+    except SafetensorError as error:
+        raise UserError(f"The checkpoint {path} cannot be read: {error}") from error
+    return Snapshot(tensors, state)
 
 
-def last(folder: Path) -> Path | None:
-    return max(_complete(folder), default=None)
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, if anything."""
+    try:
+        sums = json.loads((path / CHECKSUMS).read_text())
+        for name, expected in sums.items():
+            if not (path / name).is_file():
+                return f"{name} is missing"
+            if _sha256(path / name) != expected:
+                return f"{name} does not have the content it was written with"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
 
 
-def best(folder: Path, goal: str) -> Path | None:
-    """The checkpoint with the best score; the later one of two equals."""
+def last_good(folder: Path) -> Path | None:
+    """The latest checkpoint that is not damaged; those passed over are named."""
+    for path in sorted(_all(folder), reverse=True):
+        problem = damage(path)
+        if problem is None:
+            return path
+        console.say(f"The checkpoint {path} is damaged ({problem}): using the one before it.")
+    return None
+
+
+def best(folder: Path, goal: str, count: int = 1) -> list[Path]:
+    """The best checkpoints by their score, the better and then the later first."""
     scored = []
-    for path in _complete(folder):
-        score = _read_state(path)["progress"]["score"]
+    for path in _all(folder):
+        try:
+            score = json.loads((path / "state.json").read_text())["score"]
+        except (OSError, ValueError, KeyError):
+            continue
         if score is not None:
             scored.append((-score if goal == "min" else score, path))
-    return max(scored)[1] if scored else None
+    return [path for _, path in sorted(scored, reverse=True)[:count]]
 
 
-def _complete(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("step-*") if (path / "state.json").is_file()]
+def prune(folder: Path, goal: str, keep_best: int) -> None:
+    keep = {*sorted(_all(folder))[-2:], *best(folder, goal, keep_best)}
+    for path in _all(folder):
+        if path not in keep:
+            shutil.rmtree(path)
 
 
-def _read_state(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads((path / "state.json").read_text())  # type: ignore[no-any-return]
-    except (OSError, ValueError) as error:
-        raise UserError(f"The checkpoint {path} cannot be read: {error}") from error
+def load_weights(weights: Mapping[str, Tensor], model: nn.Module, where: str, *, allow_partial: bool = False) -> None:
+    """Strict: names and shapes must agree, unless partial loading was asked for; then what differs is listed."""
+    own = model.state_dict()
+    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    reshaped = sorted(name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape)
+    if missing or unexpected or reshaped:
+        report = f"missing {_some(missing)}; unexpected {_some(unexpected)}; of another shape {_some(reshaped)}"
+        if not allow_partial:
+            raise UserError(f"The weights in {where} are of another model: {report}. --allow-partial takes what fits.")
+        console.say(f"Loading only a part of {where}: {report}.")
+    model.load_state_dict({**own, **{k: v for k, v in weights.items() if k in own and k not in reshaped}})
 
 
-def _load(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"The checkpoint file {path} is missing or damaged: {error}") from error
-
-
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Moments under the names of their parameters: `exp_avg/head.0.weight`."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    tensors = {}
-    for parameter, moments in optimizer.state.items():
-        for kind, value in moments.items():
-            tensors[f"{kind}/{names[id(parameter)]}"] = torch.as_tensor(value).detach().contiguous()
-    return tensors
+    return {
+        f"{kind}/{names[id(parameter)]}": torch.as_tensor(value).detach().cpu().clone()
+        for parameter, moments in optimizer.state.items()
+        for kind, value in moments.items()
+    }
 
 
-def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def load_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], where: str
+) -> None:
     parameters = dict(model.named_parameters())
     for name, value in tensors.items():
         kind, _, parameter_name = name.partition("/")
+        if parameter_name not in parameters:
+            raise UserError(f"The optimizer state in {where} is of another model: it has {parameter_name}.")
         parameter = parameters[parameter_name]
         optimizer.state[parameter][kind] = value.to(parameter.device) if value.ndim or parameter.is_cuda else value
 
 
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+def random_states() -> dict[str, Tensor]:
+    """Every kind of random number a task might draw: Python's, numpy's, torch's on the host and on the GPU."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
+    assert version == 3, "the layout of Python's random state"
+    assert kind == "MT19937", "numpy's legacy generator"
+    states = {
+        "python": torch.tensor([*words, -1 if gauss is None else 1], dtype=torch.int64),
+        "python_gauss": torch.tensor(gauss or 0.0, dtype=torch.float64),
+        "numpy": torch.tensor([*np.asarray(keys).tolist(), position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor(cached, dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_states(states: Mapping[str, Tensor]) -> None:
+    *words, has = states["python"].tolist()
+    random.setstate((3, tuple(words), None if has < 0 else states["python_gauss"].item()))
+    *keys, position, has_gauss = states["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, states["numpy_gauss"].item()))  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _all(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("step-*") if path.is_dir()]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _some(names: list[str]) -> str:

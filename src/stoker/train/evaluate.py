@@ -1,4 +1,4 @@
-"""Evaluation: every validation sample once, scores collected per sample, then summarised by the task."""
+"""Evaluation: every sample of a loader once, over all ranks, scores collected per sample, then summarised by the task."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,22 +11,30 @@ from stoker import console
 from stoker.data.device import feed
 from stoker.data.loader import Loader
 from stoker.data.plan import Position
+from stoker.train import parallel
+from stoker.train.precision import autocast
 from stoker.train.task import Task
 
 
-def evaluate(task: Task, loader: Loader[Any], device: torch.device) -> dict[str, float]:
-    """Metrics over all samples of the loader's plan."""
+def evaluate(task: Task, loader: Loader[Any], device: torch.device, precision: str) -> dict[str, float]:
+    """Metrics over all samples of the loader's plan, the same for any number of ranks: nothing is padded or repeated."""
     collected: dict[str, list[torch.Tensor]] = {}
-    with console.progress("evaluate", len(loader.plan.subset), "samples") as bar, inference(task.model):
+    with console.progress("evaluate", len(loader.plan), "samples") as bar, inference(task.model):
         for step in feed(loader.batches(Position(seed=0), num_epochs=1), device):
             for batch in step.batches:
-                for name, values in task.scores(task.predict(batch), batch).items():
-                    collected.setdefault(name, []).append(values.float().cpu())
+                if not batch.num_samples:
+                    continue
+                with autocast(precision, device):
+                    scores = task.scores(task.predict(batch), batch)
+                for name, values in {**scores, "row": batch.rows}.items():
+                    collected.setdefault(name, []).append(values)
             bar.advance(step.loaded.num_samples)
-    scores = {name: torch.cat(parts).double().numpy() for name, parts in collected.items()}
-    summary = task.summarise(scores)
-    # Kept as plain numbers: a numpy scalar would not survive the way into JSON.
-    return {name: float(np.asarray(value)) for name, value in summary.items()}
+    mine = {name: torch.cat(parts).double().cpu().numpy() for name, parts in collected.items()}
+    everyone = [part for part in parallel.gather(mine) if part]
+    joined = {name: np.concatenate([part[name] for part in everyone]) for name in everyone[0]}
+    order = np.argsort(joined.pop("row"), kind="stable")
+    summary = task.summarise({name: values[order] for name, values in joined.items()})
+    return {name: float(value) for name, value in summary.items()}
 
 
 @contextmanager

@@ -1,11 +1,50 @@
-"""Learning rates as pure functions of the step."""
+"""Learning rates as pure functions of the step, and a small chart of them."""
 
 import math
 
+from stoker.train.config import TrainConfig
 
-def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, floor: float = 0.01) -> float:
-    """Share of the full rate at a step: a straight rise, then half a cosine down to `floor`."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
+
+def lr_at(config: TrainConfig, step: int, total_steps: int) -> float:
+    """The rate of step `step`, counted from 0, of a run of `total_steps`."""
+    return config.lr * _share(config, step, total_steps)
+
+
+def chart(config: TrainConfig, total_steps: int, width: int = 60, height: int = 6) -> str:
+    """The schedule as text, highest rate at the top."""
+    columns = min(width, total_steps)
+    steps = [round(column * (total_steps - 1) / max(1, columns - 1)) for column in range(columns)]
+    shares = [_share(config, step, total_steps) for step in steps]
+    lines = []
+    for row in range(height, 0, -1):
+        label = f"{config.lr * row / height:9.2e} " if row in (height, 1) else " " * 10
+        lines.append(label + "|" + "".join("#" if share > (row - 0.5) / height else " " for share in shares).rstrip())
+    lines.append(" " * 10 + "+" + "-" * columns)
+    lines.append(f"{'':11}0{total_steps:>{max(1, columns - 1)},} steps, {config.schedule}")
+    return "\n".join(lines)
+
+
+def _share(config: TrainConfig, step: int, total_steps: int) -> float:
+    if config.schedule == "onecycle":
+        return _one_cycle(step, total_steps, config.final_share)
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    after, left = step - config.warmup_steps, max(1, total_steps - config.warmup_steps)
+    if config.schedule == "cosine":
+        return _cosine(min(1.0, after / left), 1.0, config.final_share)
+    if config.schedule == "step":
+        every = config.decay_every or max(1, -(-left // 3))
+        return float(config.decay_by ** (after // every))
+    return 1.0
+
+
+def _one_cycle(step: int, total_steps: int, final: float, rise: float = 0.3, start: float = 0.04) -> float:
+    """Up over the first 30 %, from 1/25 of the rate, and down to the end; both halves cosine-shaped."""
+    top = max(1.0, rise * total_steps - 1)
+    if step <= top:
+        return _cosine(step / top, start, 1.0)
+    return _cosine(min(1.0, (step - top) / max(1.0, total_steps - 1 - top)), 1.0, final)
+
+
+def _cosine(progress: float, begin: float, end: float) -> float:
+    return end + (begin - end) * (1 + math.cos(math.pi * progress)) / 2

@@ -8,7 +8,7 @@ from stoker.recipes.icecube import events
 from stoker.recipes.icecube.data import IceCubeData, data_root, open_data
 from stoker.recipes.icecube.model import TwoStageConfig
 from stoker.recipes.icecube.task import DirectionTask
-from stoker.train.loop import TrainConfig
+from stoker.train.config import TrainConfig
 
 
 def demo() -> RunConfig:

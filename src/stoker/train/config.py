@@ -1,0 +1,47 @@
+"""Everything the engine can be told. One flat group, `train`, because people look for `--train.lr`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from stoker.settings import AlsoCalled, config
+
+
+@config
+class TrainConfig:
+    epochs: Annotated[int, Field(ge=1), AlsoCalled("num_epochs", "max_epochs")] = 1
+    steps: Annotated[int, Field(ge=1), AlsoCalled("max_steps")] | None = None  # stop here, if before the last epoch
+
+    optimizer: Annotated[Literal["adamw", "sgd"], AlsoCalled("optim")] = (
+        "adamw"  # both fused; sgd with Nesterov momentum
+    )
+    lr: Annotated[float, Field(gt=0), AlsoCalled("learning_rate")] = 1e-3  # highest rate of the schedule
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of sgd
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of adamw
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    weight_decay: Annotated[float, Field(ge=0), AlsoCalled("wd")] = 0.01  # not on norms, biases and embeddings
+    clip_norm: Annotated[float, Field(gt=0), AlsoCalled("grad_clip", "max_grad_norm")] | None = 1.0
+
+    schedule: Literal["cosine", "onecycle", "constant", "step"] = "cosine"
+    warmup_steps: Annotated[int, Field(ge=0), AlsoCalled("warmup")] = (
+        100  # attention diverges when started at full rate
+    )
+    final_share: Annotated[float, Field(ge=0, le=1)] = 0.01  # of the rate at the end of cosine and onecycle
+    decay_every: Annotated[int, Field(ge=1)] | None = None  # steps, of schedule step; None: thirds of the run
+    decay_by: Annotated[float, Field(gt=0, lt=1)] = 0.1  # factor of schedule step
+
+    precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], AlsoCalled("amp", "dtype")] = "auto"  # bf16 on a GPU
+    tf32: bool = True  # float32 matrix products on tensor cores, with ten bits of mantissa
+    compile: bool = False  # torch.compile with dynamic shapes
+    ema: Annotated[float, Field(gt=0, lt=1), AlsoCalled("ema_decay")] | None = None  # decay of averaged weights
+
+    bad_steps: Annotated[int, Field(ge=1)] = 10  # in a row that are not finite end the run
+    baseline_after: Annotated[int, Field(ge=1)] | None = 1000  # steps, after which a loss still at chance is reported
+
+    log_every: Annotated[int, Field(ge=1)] = 20  # steps; reading the loss makes the GPU wait, so not every one
+    norms_every: Annotated[int, Field(ge=1)] | None = 200  # steps, for gradient norms and update ratios of each layer
+    evaluate_every: Annotated[int, Field(ge=1), AlsoCalled("eval_every")] | None = None  # steps; None: each epoch's end
+    save_every: Annotated[int, Field(ge=1), AlsoCalled("checkpoint_every")] | None = None  # steps, besides evaluations
+    keep_best: Annotated[int, Field(ge=0), AlsoCalled("save_top_k")] = (
+        1  # checkpoints kept for their metric, besides the last
+    )

@@ -1,0 +1,232 @@
+"""The moving parts of a run: model, optimizer, averages, guards, counters; what a checkpoint holds and brings back."""
+
+import dataclasses
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stoker import console
+from stoker.data.device import OnDevice
+from stoker.data.loader import Loader
+from stoker.data.plan import Position
+from stoker.data.quarantine import Quarantine
+from stoker.runs.events import EventLog
+from stoker.train import checkpoint, parallel
+from stoker.train.checkpoint import Saver, Snapshot
+from stoker.train.config import TrainConfig
+from stoker.train.evaluate import evaluate
+from stoker.train.guards import BadSteps, LossWatch, Suspect, send_flags
+from stoker.train.meter import Meter, device_line
+from stoker.train.optim import build_optimizer
+from stoker.train.parallel import Ranks
+from stoker.train.precision import resolve_precision, use_tf32
+from stoker.train.step import Stepper, StepResult
+from stoker.train.task import Task
+
+COMPILE_WARMUP = 20  # steps in which new graphs are expected
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What a run is made of."""
+
+    config: TrainConfig
+    task: Task
+    training: Loader[Any]
+    validation: Loader[Any]
+    device: torch.device
+    log: EventLog
+    folder: Path  # of the run
+    quarantine: Quarantine
+    settings: dict[str, Any]  # the resolved configuration, kept in every checkpoint
+    ranks: Ranks
+
+
+class Engine:
+    def __init__(self, trainer: Trainer, seed: int) -> None:
+        config, task = trainer.config, trainer.task
+        use_tf32(config.tf32)
+        self.trainer, self.config, self.task = trainer, config, task
+        self.model = task.model.to(trainer.device).train()
+        self.precision = resolve_precision(config.precision, trainer.device)
+        self.optimizer = build_optimizer(self.model, config)
+        self.stepper = Stepper(task, self.optimizer, config, self.precision, trainer.device)
+        if config.compile:
+            self.model.compile(dynamic=True)
+        self.step, self.position = 0, Position(seed)
+        self.total = total_steps(config, trainer.training)
+        self.score: float | None = None
+        self.recompiles = self._digest = 0
+        self.meter, self.watch = Meter(), LossWatch(config, task.know_nothing_loss, trainer.log)
+        self.bad_steps = BadSteps(config, trainer.folder / "bad_steps", trainer.log, self._write_bundle)
+        self.saver = Saver(trainer.folder / "checkpoints", task.goal, config.keep_best)
+
+    def compute(self, step: OnDevice[Any], stop_asked: bool) -> StepResult:
+        """Gradients of a step. Its flags are sent to the host, who looks at them one step later."""
+        random_states = checkpoint.random_states()
+        graphs = _num_graphs() if self.config.compile else 0
+        result = self.stepper.compute(step, stop_asked)
+        if self.config.compile and self.step >= COMPILE_WARMUP:
+            self.recompiles += _num_graphs() - graphs
+        flags = send_flags(result.alarm, result.stop)
+        # The suspect of the step before is looked at now: the weights have not changed since, if it was bad.
+        self.bad_steps.check()
+        rows = step.loaded.rows
+        ids = np.asarray(self.trainer.training.plan.table.columns["id"][rows])
+        self.bad_steps.expect(Suspect(self.step + 1, rows, ids, random_states, flags))
+        self._digest = zlib.crc32(rows.tobytes())
+        return result
+
+    def _place(self) -> dict[str, int]:
+        """Where the run stands, and a digest of the step's samples: two runs that agree in it saw the same ones."""
+        return {"epoch": self.position.epoch, "consumed": self.position.consumed, "samples_crc32": self._digest}
+
+    def log_interval(self, lr: float) -> None:
+        """Reads and writes what happened since the last time."""
+        trainer, reading = self.trainer, self.meter.read()
+        for number, loss in enumerate(reading.losses, start=self.step - len(reading.losses) + 1):
+            self.watch.look_at(number, loss)
+        trainer.log.write("step", step=self.step, **self._place(), lr=lr, **reading.event())
+        trainer.log.write("loader", step=self.step, **trainer.training.times.read())
+        for news in trainer.quarantine.take_news():
+            trainer.log.write("quarantine", step=self.step, **news)
+        metric = "" if self.score is None else f"  {self.task.metric} {self.score:.4f}"
+        console.say(
+            f"step {self.step}/{self.total}  loss {reading.loss:.4f}{metric}  lr {lr:.2e}  gradient {reading.norm:.2f}  "
+            f"{reading.samples_per_s:,.0f} samples/s  waiting for data {reading.wait_share:.0%}{device_line(trainer.device)}"
+        )
+        self.meter = Meter()
+
+    def log_norms(self, result: StepResult, before: list[torch.Tensor]) -> None:
+        """Norms of each parameter's gradient, and how far the step moved it, relative to its size."""
+        moved = torch._foreach_norm(torch._foreach_sub([p.detach() for p in self.stepper.parameters], before))
+        sizes = torch._foreach_norm(before)
+        table = torch.stack([result.norms, torch.stack(moved) / torch.stack(sizes).clamp_min(1e-12)]).cpu()
+        names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        self.trainer.log.write(
+            "norms",
+            step=self.step,
+            gradient=dict(zip(names, table[0].tolist(), strict=True)),
+            update_ratio=dict(zip(names, table[1].tolist(), strict=True)),
+        )
+
+    def evaluate(self) -> dict[str, float]:
+        """Raw weights, and averaged ones beside them; the run is judged by the averaged ones where there are any."""
+        trainer, task = self.trainer, self.task
+        metrics = evaluate(task, trainer.validation, trainer.device, self.precision)
+        self.score = metrics[task.metric]
+        if self.stepper.average is not None:
+            with self.stepper.average.applied():
+                averaged = evaluate(task, trainer.validation, trainer.device, self.precision)
+            metrics |= {f"ema_{name}": value for name, value in averaged.items()}
+            self.score = averaged[task.metric]
+        trainer.log.write("evaluation", step=self.step, metric=task.metric, goal=task.goal, **metrics)
+        console.say(f"evaluation at step {self.step}: {task.metric} {self.score:.4f}")
+        return metrics
+
+    def save(self, score: float | None = None) -> None:
+        """Hands a copy to the background writer; weights that are not finite are never written."""
+        self.bad_steps.check()
+        if not all(bool(torch.isfinite(value).all()) for value in self.model.state_dict().values()):
+            self.trainer.log.write("not_saved", step=self.step, reason="weights are not finite")
+            console.say(f"NOT SAVED at step {self.step}: weights are not finite. The checkpoint before stays.")
+            return
+        snapshot = self.snapshot(score)
+        if self.trainer.ranks.is_first:
+            self.saver.save(snapshot)
+            self.trainer.log.write("checkpoint", step=self.step, score=score)
+
+    def snapshot(self, score: float | None = None) -> Snapshot:
+        tensors: dict[str, dict[str, torch.Tensor]] = {
+            "model": {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()},
+            "optimizer": checkpoint.optimizer_tensors(self.model, self.optimizer),
+            "random": _by_rank(parallel.gather(checkpoint.random_states())),
+        }
+        if (average := self.stepper.average) is not None:
+            tensors["average"] = {name: value.cpu().clone() for name, value in average.weights.items()}
+            tensors["average"]["__updates__"] = average.updates.cpu().clone()
+        if (scale := self.stepper.scale) is not None:
+            tensors["scale"] = {"scale": scale.scale.cpu().clone(), "quiet": scale.quiet.cpu().clone()}
+        state = {
+            "step": self.step,
+            "position": dataclasses.asdict(self.position),
+            "score": score,
+            "latest_score": self.score,
+            "settings": self.trainer.settings,
+            "meter": self.meter.state(),
+            "recent_losses": self.watch.state(),
+            "bad_steps": [self.bad_steps.total, self.bad_steps.in_a_row],
+        }
+        return Snapshot(tensors, state)
+
+    def restore(self, snapshot: Snapshot, where: str) -> None:
+        """Everything: the run goes on as if it had never stopped."""
+        self.take_over(snapshot, where)
+        state = snapshot.state
+        self.step, self.position = int(state["step"]), Position(**state["position"])
+        self.score = state["latest_score"]
+        self.meter.restore(state["meter"], self.trainer.device)
+        self.watch.restore(state["recent_losses"])
+        self.bad_steps.total, self.bad_steps.in_a_row = state["bad_steps"]
+        checkpoint.restore_random_states(_of_rank(snapshot.tensors["random"], self.trainer.ranks.rank))
+
+    def take_over(self, snapshot: Snapshot, where: str) -> None:
+        """Weights, moments, averages and scale; counters and positions start anew."""
+        checkpoint.load_weights(snapshot.tensors["model"], self.model, where)
+        checkpoint.load_optimizer(self.model, self.optimizer, snapshot.tensors["optimizer"], where)
+        if (average := self.stepper.average) is not None:
+            saved = dict(snapshot.tensors.get("average", snapshot.tensors["model"]))
+            average.updates.copy_(saved.pop("__updates__", torch.zeros(())))
+            for name, value in average.weights.items():
+                value.copy_(saved[name])
+        if (scale := self.stepper.scale) is not None and "scale" in snapshot.tensors:
+            scale.scale.copy_(snapshot.tensors["scale"]["scale"])
+            scale.quiet.copy_(snapshot.tensors["scale"]["quiet"])
+
+    def summary(self) -> tuple[tuple[str, str], ...]:
+        """What a run came to, besides its metrics."""
+        rows = [("steps", f"{self.step:,}"), ("bad steps", f"{self.bad_steps.total:,}")]
+        if self.config.compile:
+            rows.append(("recompiles after warm-up", f"{self.recompiles:,}"))
+        if self.trainer.device.type == "cuda":
+            rows.append(("most GPU memory", f"{torch.cuda.max_memory_allocated(self.trainer.device) / 2**30:.2f} GiB"))
+        return tuple(rows)
+
+    def _write_bundle(self, path: Path, suspect: Suspect) -> None:
+        """Weights and optimizer before the step, samples, random numbers and configuration: enough to replay it."""
+        if not self.trainer.ranks.is_first:
+            return
+        snapshot = self.snapshot()
+        tensors = {**snapshot.tensors, "random": {f"0/{key}": value for key, value in suspect.rng.items()}}
+        tensors["samples"] = {
+            "rows": torch.from_numpy(suspect.rows.copy()),
+            "ids": torch.from_numpy(suspect.ids.copy()),
+        }
+        path.parent.mkdir(exist_ok=True)
+        checkpoint.write_checkpoint(path, Snapshot(tensors, {**snapshot.state, "step": suspect.step}))
+
+
+def total_steps(config: TrainConfig, loader: Loader[Any]) -> int:
+    planned = loader.plan.steps_per_epoch() * config.epochs
+    return min(planned, config.steps) if config.steps else planned
+
+
+def _by_rank(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {f"{rank}/{key}": value for rank, mine in enumerate(states) for key, value in mine.items()}
+
+
+def _of_rank(states: Any, rank: int) -> dict[str, torch.Tensor]:
+    """A rank that the saved run did not have takes the state of another."""
+    count = len({key.split("/")[0] for key in states})
+    prefix = f"{rank % count}/"
+    return {key.removeprefix(prefix): value for key, value in states.items() if key.startswith(prefix)}
+
+
+def _num_graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])

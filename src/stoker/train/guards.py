@@ -1,0 +1,134 @@
+"""What watches a run: steps that are not finite, spikes of the loss, a loss that stays at chance.
+
+A bad step was already skipped on the device. The host learns of it one step later, when the flag has arrived without
+anybody waiting for it; since the step changed nothing, the weights are still those before it, and go into the bundle.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker import console
+from stoker.errors import MachineError
+from stoker.runs.events import EventLog
+from stoker.train.config import TrainConfig
+
+SPIKE_WINDOW, SPIKE_SIGMAS, SPIKE_LEAST = 128, 6.0, 64
+STUCK_SHARE = 0.98  # of the know-nothing loss
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Two numbers on their way from the device: the step was bad; some rank was asked to stop."""
+
+    values: Tensor
+    arrived: torch.cuda.Event | None
+
+    def read(self) -> tuple[bool, bool]:
+        if self.arrived is not None:
+            self.arrived.synchronize()  # of the step before: the device has the next one queued already
+        bad, stop = self.values.tolist()
+        return bad > 0, stop > 0
+
+
+def send_flags(bad: Tensor, stop: Tensor) -> Flags:
+    values = torch.stack([bad, stop])
+    if values.device.type != "cuda":
+        return Flags(values, None)
+    pinned = torch.empty(2, dtype=values.dtype, pin_memory=True)
+    pinned.copy_(values, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return Flags(pinned, event)
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A step whose flag has not been looked at: all that is needed to write it down if it turns out bad."""
+
+    step: int
+    rows: np.ndarray[Any, np.dtype[np.int64]]
+    ids: np.ndarray[Any, np.dtype[np.int64]]
+    rng: dict[str, Tensor]
+    flags: Flags
+
+
+class BadSteps:
+    """Writes a bundle for each bad step and ends the run after too many in a row; hears of requests to stop too."""
+
+    def __init__(self, config: TrainConfig, folder: Path, log: EventLog, bundle: Any) -> None:
+        self._limit, self._folder, self._log, self._write = config.bad_steps, folder, log, bundle
+        self._pending: Suspect | None = None
+        self.total = self.in_a_row = 0
+        self.stop_asked = False  # all ranks learn of it at the same step
+
+    def expect(self, suspect: Suspect) -> None:
+        self._pending = suspect
+
+    def check(self) -> None:
+        """Looks at the step before; must be called before the weights change again."""
+        suspect, self._pending = self._pending, None
+        if suspect is None:
+            return
+        bad, stop = suspect.flags.read()
+        self.stop_asked |= stop
+        if not bad:
+            self.in_a_row = 0
+            return
+        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
+        path = self._folder / f"step-{suspect.step:08d}"
+        self._write(path, suspect)
+        ids = suspect.ids.tolist()
+        self._log.write("bad_step", step=suspect.step, samples=ids, bundle=path.name, in_a_row=self.in_a_row)
+        some = ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+        console.say(
+            f"BAD STEP {suspect.step}: loss or gradient not finite; skipped, weights kept. Samples {some}. Bundle: {path}"
+        )
+        if self.in_a_row >= self._limit:
+            raise MachineError(
+                f"{self.in_a_row} steps in a row had a loss or gradient that is not finite, the last one step "
+                f"{suspect.step}. The weights are as they were before the first of them. What is needed to replay it is in "
+                f"{path}."
+            )
+
+
+class LossWatch:
+    """Spikes, and a loss that is still at the know-nothing baseline."""
+
+    def __init__(self, config: TrainConfig, know_nothing: float, log: EventLog) -> None:
+        self._recent: deque[float] = deque(maxlen=SPIKE_WINDOW)
+        self._after, self._know_nothing, self._log, self._said = config.baseline_after, know_nothing, log, False
+
+    def look_at(self, step: int, loss: float) -> None:
+        if not math.isfinite(loss):
+            return
+        if len(self._recent) >= SPIKE_LEAST:
+            mean, spread = float(np.mean(self._recent)), float(np.std(self._recent))
+            if spread > 0 and loss > mean + SPIKE_SIGMAS * spread:
+                self._log.write("spike", step=step, loss=loss, mean=mean, sigma=spread)
+                console.say(
+                    f"SPIKE at step {step}: loss {loss:.4f}, {(loss - mean) / spread:.1f} sigma above {mean:.4f}."
+                )
+        self._recent.append(loss)
+        if self._after is not None and step >= self._after and not self._said:
+            self._said = True
+            recent = float(np.mean(self._recent))
+            if recent > STUCK_SHARE * self._know_nothing:
+                self._log.write("stuck", step=step, loss=recent, know_nothing=self._know_nothing)
+                console.say(
+                    f"STUCK: after {step} steps the loss is {recent:.4f}; knowing nothing gives {self._know_nothing:.4f}. "
+                    f"Next: `stoker fork RUN --train.lr` with a third and with three times the rate, and look at the "
+                    f"norms of each layer in events.jsonl (event `norms`)."
+                )
+
+    def state(self) -> list[float]:
+        return list(self._recent)
+
+    def restore(self, recent: list[float]) -> None:
+        self._recent.extend(recent)

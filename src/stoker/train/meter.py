@@ -1,0 +1,83 @@
+"""Numbers of a log interval: kept on the device until they are read, all at once."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.train.step import StepResult
+
+
+@dataclass(frozen=True)
+class Reading:
+    losses: list[float]  # of each step
+    loss: float  # mean over samples
+    norm: float  # of the last step's gradient
+    bad: int
+    samples_per_s: float
+    wait_share: float
+
+    def event(self) -> dict[str, float]:
+        return {
+            "loss": self.loss,
+            "grad_norm": self.norm,
+            "bad": self.bad,
+            "samples_per_s": round(self.samples_per_s, 1),
+            "wait_share": round(self.wait_share, 4),
+        }
+
+
+class Meter:
+    def __init__(self) -> None:
+        self._results: list[Tensor] = []  # (loss, norm, bad) of each step
+        self._samples: list[int] = []
+        self._wait_s, self._timed, self._begin = 0.0, 0, time.perf_counter()
+
+    def add(self, result: StepResult, num_samples: int, wait_s: float) -> None:
+        self._results.append(torch.stack([result.loss, result.norm, result.bad]).detach())
+        self._samples.append(num_samples)
+        self._wait_s, self._timed = self._wait_s + wait_s, self._timed + num_samples
+
+    def read(self) -> Reading:
+        """Waits for the device: the one place in the loop that does, once a log interval."""
+        rows = torch.stack(self._results).double().cpu()
+        spent = time.perf_counter() - self._begin
+        samples = torch.tensor(self._samples, dtype=torch.float64)
+        finite = rows[:, 2] == 0
+        weight = samples * finite
+        mean = float((rows[:, 0].nan_to_num() * weight).sum() / weight.sum()) if weight.sum() > 0 else float("nan")
+        return Reading(
+            losses=rows[:, 0].tolist(),
+            loss=mean,
+            norm=rows[-1, 1].item(),
+            bad=int(rows[:, 2].sum().item()),
+            samples_per_s=self._timed / spent,
+            wait_share=min(1.0, self._wait_s / spent),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The interval so far, so that a resumed run logs the same numbers."""
+        rows = torch.stack(self._results).double().cpu().tolist() if self._results else []
+        return {"results": [[_word(value) for value in row] for row in rows], "samples": self._samples}
+
+    def restore(self, state: dict[str, Any], device: torch.device) -> None:
+        self._results = [torch.tensor([float(v) for v in row], device=device) for row in state["results"]]
+        self._samples = list(state["samples"])
+
+
+def _word(value: float) -> float | str:
+    return value if abs(value) < float("inf") else str(value)  # JSON has no NaN
+
+
+def device_line(device: torch.device) -> str:
+    """Memory and utilisation of the GPU, as far as they can be had."""
+    if device.type != "cuda":
+        return ""
+    memory = torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        busy = f", {torch.cuda.utilization(device)} % busy"
+    except (ModuleNotFoundError, RuntimeError):
+        busy = ""
+    return f"  GPU {memory:.1f} GiB{busy}"

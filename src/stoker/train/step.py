@@ -1,0 +1,107 @@
+"""One optimizer step, on the device from begin to end: the host only queues work and never waits for a number.
+
+The result stays on the device too; `guards` and the meter of the loop look at it later.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.data.device import OnDevice
+from stoker.errors import UserError
+from stoker.train.config import TrainConfig
+from stoker.train.ema import Average
+from stoker.train.optim import step_unless
+from stoker.train.parallel import sum_over_ranks
+from stoker.train.precision import LossScale, autocast
+from stoker.train.task import Task
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Still on the device."""
+
+    loss: Tensor  # mean over the samples of the step
+    norm: Tensor  # of the gradient, before clipping
+    norms: Tensor  # (parameters,) of each parameter's gradient
+    bad: Tensor  # 1 where the loss or the gradient was not finite and nothing was updated
+    alarm: Tensor  # the same, without fp16 gradients that only overflowed because the loss scale is too high
+    stop: Tensor  # more than 0 where a rank was asked to stop
+
+
+class Stepper:
+    def __init__(
+        self, task: Task, optimizer: torch.optim.Optimizer, config: TrainConfig, precision: str, device: torch.device
+    ) -> None:
+        self.task, self.optimizer = task, optimizer
+        self.parameters = [parameter for parameter in task.model.parameters() if parameter.requires_grad]
+        self.average = Average(task.model, config.ema) if config.ema else None
+        self.scale = LossScale(device) if precision == "fp16" else None
+        self._config, self._precision, self._device = config, precision, device
+        # Running statistics (batch norm) are written in the forward pass, before anyone knows that the step is bad.
+        self._statistics = [buffer for buffer in task.model.buffers() if buffer.is_floating_point()]
+
+    def compute(self, step: OnDevice[Any], stop_asked: bool = False) -> StepResult:
+        """Gradients of the whole step, summed over micro-batches and ranks; nothing is updated yet."""
+        before = [buffer.clone() for buffer in self._statistics]
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        torch._foreach_zero_(self._gradients())
+        loss = torch.zeros((), device=self._device)
+        stop = torch.full((), float(stop_asked), device=self._device)
+        for batch in step.batches:
+            if batch.num_samples:
+                loss = loss + self._backward(batch, step.loaded.num_samples)
+        sum_over_ranks([*self._gradients(), loss, stop])
+        gradients = self._gradients()
+        if self.scale is not None:
+            torch._foreach_mul_(gradients, 1 / self.scale.scale)
+        norms = torch.stack(torch._foreach_norm(gradients))
+        norm = torch.linalg.vector_norm(norms)
+        # Before clipping: a norm that is not finite would spread over every gradient.
+        bad = (~torch.isfinite(norm + loss)).float()
+        alarm = bad
+        if self.scale is not None:
+            alarm = bad * ((~torch.isfinite(loss)) | (self.scale.scale <= 1)).float()
+        self._restore(before, bad)
+        return StepResult(loss, norm, norms, bad, alarm, stop)
+
+    def update(self, result: StepResult, lr: float) -> None:
+        """Clips and applies the gradients, unless they are bad."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if self._config.clip_norm is not None:
+            torch._foreach_mul_(self._gradients(), (self._config.clip_norm / (result.norm + 1e-6)).clamp(max=1.0))
+        step_unless(self.optimizer, result.bad)
+        if self.average is not None:
+            self.average.update(result.bad)
+        if self.scale is not None:
+            self.scale.update(result.bad)
+
+    def _backward(self, batch: Any, num_samples: int) -> Tensor:
+        try:
+            with autocast(self._precision, self._device):
+                prediction = self.task.predict(batch)
+                # Each sample weighs the same, however the step was cut.
+                loss = self.task.losses(prediction, batch).sum() / num_samples
+        except Exception as error:
+            if self._config.compile and type(error).__module__.startswith("torch._"):
+                reason = str(error).strip().splitlines()
+                raise UserError(
+                    f"torch.compile failed on the model: {type(error).__name__}: {reason[0] if reason else ''}. "
+                    f"--train.compile false trains without it."
+                ) from error
+            raise
+        scaled = loss if self.scale is None else loss * self.scale.scale
+        scaled.backward()  # type: ignore[no-untyped-call]
+        return loss.detach().float()
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def _restore(self, before: list[Tensor], bad: Tensor) -> None:
+        for buffer, old in zip(self._statistics, before, strict=True):
+            buffer.copy_(torch.where(bad > 0, old, buffer))
