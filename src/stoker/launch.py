@@ -25,6 +25,7 @@ from stoker.data.samples import Subset
 from stoker.data.stages import Stage
 from stoker.data.store import is_store, open_store
 from stoker.errors import MachineError, UserError
+from stoker.files import write_bytes
 from stoker.recipe import Recipe, RunConfig, RunData
 from stoker.runs.events import EventLog, read_events
 from stoker.runs.folder import RunFolder, create_run, open_run, record_environment
@@ -38,6 +39,8 @@ from stoker.train.precision import resolve_precision
 from stoker.train.schedule import chart
 from stoker.train.trackers import open_tracker
 
+# Keys that change how fast or where a run goes, and never its numbers: they may differ when it is resumed.
+HARMLESS = ("run.name", "run.folder", "loader.threads", "loader.look_ahead", "loader.ram_bytes", "loader.stuck_after_s")
 BUILT_IN = {"icecube": "stoker.recipes.icecube.recipe:RECIPE"}
 
 
@@ -107,6 +110,7 @@ def resume(path: Path, overrides: list[str]) -> Outcome:
         parts = _build(target.recipe, target.config, ranks)
         if ranks.is_first:
             record_environment(run)
+            write_bytes(run.config, settings.as_yaml(target.config).encode())  # with the changes that were named
         return _run(run, target, parts, ranks, resume_from=found)
 
 
@@ -382,7 +386,7 @@ def _check_unchanged(path: Path, target: Target, overrides: list[str]) -> None:
     now = {key: str(value) if isinstance(value, Path) else value for key, value in settings.leaves(target.config)}
     now = json.loads(json.dumps(now))
     changed = {key: (saved.get(key), value) for key, value in now.items() if saved.get(key) != value}
-    unnamed = {key: values for key, values in changed.items() if key not in named}
+    unnamed = {key: values for key, values in changed.items() if key not in (*named, *HARMLESS) and key[:4] != "log."}
     if unnamed:
         listed = "; ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in unnamed.items())
         key, (_, new) = next(iter(unnamed.items()))

@@ -84,7 +84,15 @@ def two_machines(tag: str) -> Iterator[tuple[list[str], list[str]]]:
         yield ["ip", "netns", "exec", names[0]], ["ip", "netns", "exec", names[1]]
     finally:
         for name in names:
+            kill_machine([name])
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def kill_machine(machine: list[str]) -> None:
+    """All of it at once: launcher and workers."""
+    pids = subprocess.run(["ip", "netns", "pids", machine[-1]], capture_output=True, text=True, check=True).stdout
+    for pid in pids.split():
+        os.kill(int(pid), signal.SIGKILL)
 
 
 def may_make_namespaces() -> bool:
@@ -107,7 +115,11 @@ def test_two_machines_one_of_which_dies_and_comes_back(
 
         def start(number: int) -> subprocess.Popen[str]:
             interface = f"v{tag}{'ab'[number]}"
-            environment = pair.environment | {"GLOO_SOCKET_IFNAME": interface, "TP_SOCKET_IFNAME": interface}
+            # Without the second variable a launcher that stays never tells one that joins later where the master is.
+            environment = pair.environment | {
+                "GLOO_SOCKET_IFNAME": interface,
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            }
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
             rendezvous = [
                 "--rdzv-backend=c10d",
@@ -115,7 +127,8 @@ def test_two_machines_one_of_which_dies_and_comes_back(
                 "--rdzv-id=pair",
                 "--max-restarts=9",
             ]
-            address = [f"--local-addr=10.99.7.{number + 1}"]
+            # In a namespace no name resolves to the address, so each side is told whether it is the host.
+            address = [f"--local-addr=10.99.7.{number + 1}", f"--rdzv-conf=is_host={int(number == 0)}"]
             return subprocess.Popen(
                 [*machines[number], *torchrun, *rendezvous, *address, "-m", "stoker", *words],
                 cwd=pair.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -128,7 +141,7 @@ def test_two_machines_one_of_which_dies_and_comes_back(
         while len(pair.losses(run)) < 12 and time.monotonic() < deadline and first.poll() is None:
             time.sleep(0.01)
         assert len(pair.losses(run)) >= 12
-        os.killpg(second.pid, signal.SIGKILL)  # the machine is gone, its launcher and its worker
+        kill_machine(machines[1])
         second.communicate()
         second = start(1)
         outcome = [process.communicate(timeout=240) for process in (first, second)]

@@ -121,7 +121,8 @@ def test_nothing_but_bad_batches_ends_the_run_within_the_limit(stoker: Stoker, o
     run = stoker.only_run()
     assert len(events_of(run, "bad_step")) == 4
     assert str(events_of(run, "bad_step")[-1]["bundle"]) in text
-    assert checkpoints(run) == []
+    for path in checkpoints(run):
+        assert all(value.isfinite().all() for value in load_file(path / "model.safetensors").values())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

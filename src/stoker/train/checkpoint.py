@@ -180,22 +180,38 @@ def load_optimizer(
         optimizer.state[parameter][kind] = value.to(parameter.device) if value.ndim or parameter.is_cuda else value
 
 
-def random_states() -> dict[str, Tensor]:
-    """Every kind of random number a task might draw: Python's, numpy's, torch's on the host and on the GPU."""
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
-    assert version == 3, "the layout of Python's random state"
-    assert kind == "MT19937", "numpy's legacy generator"
-    states = {
-        "python": torch.tensor([*words, -1 if gauss is None else 1], dtype=torch.int64),
-        "python_gauss": torch.tensor(gauss or 0.0, dtype=torch.float64),
-        "numpy": torch.tensor([*np.asarray(keys).tolist(), position, has_gauss], dtype=torch.int64),
-        "numpy_gauss": torch.tensor(cached, dtype=torch.float64),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+@dataclass(frozen=True)
+class RandomStates:
+    """Every kind of random number a task might draw. Cheap to take at every step; tensors are made when they are saved."""
+
+    python: Any
+    numpy: Any
+    torch: Tensor
+    cuda: Tensor | None
+
+    def tensors(self) -> dict[str, Tensor]:
+        version, words, gauss = self.python
+        kind, keys, position, has_gauss, cached = self.numpy
+        assert version == 3, "the layout of Python's random state"
+        assert kind == "MT19937", "numpy's legacy generator"
+        states = {
+            "python": torch.tensor([*words, -1 if gauss is None else 1], dtype=torch.int64),
+            "python_gauss": torch.tensor(gauss or 0.0, dtype=torch.float64),
+            "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
+            "numpy_gauss": torch.tensor(cached, dtype=torch.float64),
+            "torch": self.torch,
+        }
+        return states if self.cuda is None else {**states, "cuda": self.cuda}
+
+
+def random_states() -> RandomStates:
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return RandomStates(
+        python=random.getstate(),
+        numpy=np.random.get_state(),  # noqa: NPY002
+        torch=torch.get_rng_state(),
+        cuda=torch.cuda.get_rng_state() if on_gpu else None,
+    )
 
 
 def restore_random_states(states: Mapping[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ from stoker.data.device import OnDevice
 from stoker.data.loader import Loader
 from stoker.data.plan import Position
 from stoker.data.quarantine import Quarantine
+from stoker.data.ragged import Indices
 from stoker.runs.events import EventLog
 from stoker.train import checkpoint, parallel
 from stoker.train.checkpoint import Saver, Snapshot
@@ -62,7 +63,7 @@ class Engine:
         self.score: float | None = None
         self.recompiles = self._digest = 0
         self.meter, self.watch = Meter(), LossWatch(config, task.know_nothing_loss, trainer.log)
-        self.bad_steps = BadSteps(config, trainer.folder / "bad_steps", trainer.log, self._write_bundle)
+        self.bad_steps = BadSteps(config, trainer.folder / "bad_steps", trainer.log, self._ids, self._write_bundle)
         self.saver = Saver(trainer.folder / "checkpoints", task.goal, config.keep_best)
 
     def compute(self, step: OnDevice[Any], stop_asked: bool) -> StepResult:
@@ -76,8 +77,7 @@ class Engine:
         # The suspect of the step before is looked at now: the weights have not changed since, if it was bad.
         self.bad_steps.check()
         rows = step.loaded.rows
-        ids = np.asarray(self.trainer.training.plan.table.columns["id"][rows])
-        self.bad_steps.expect(Suspect(self.step + 1, rows, ids, random_states, flags))
+        self.bad_steps.expect(Suspect(self.step + 1, rows, random_states, flags))
         self._digest = zlib.crc32(rows.tobytes())
         return result
 
@@ -144,7 +144,7 @@ class Engine:
         tensors: dict[str, dict[str, torch.Tensor]] = {
             "model": {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()},
             "optimizer": checkpoint.optimizer_tensors(self.model, self.optimizer),
-            "random": _by_rank(parallel.gather(checkpoint.random_states())),
+            "random": _by_rank(parallel.gather(checkpoint.random_states().tensors())),
         }
         if (average := self.stepper.average) is not None:
             tensors["average"] = {name: value.cpu().clone() for name, value in average.weights.items()}
@@ -196,16 +196,17 @@ class Engine:
             rows.append(("most GPU memory", f"{torch.cuda.max_memory_allocated(self.trainer.device) / 2**30:.2f} GiB"))
         return tuple(rows)
 
+    def _ids(self, rows: Indices) -> Indices:
+        return np.array(self.trainer.training.plan.table.columns["id"][rows], np.int64)
+
     def _write_bundle(self, path: Path, suspect: Suspect) -> None:
         """Weights and optimizer before the step, samples, random numbers and configuration: enough to replay it."""
         if not self.trainer.ranks.is_first:
             return
         snapshot = self.snapshot()
-        tensors = {**snapshot.tensors, "random": {f"0/{key}": value for key, value in suspect.rng.items()}}
-        tensors["samples"] = {
-            "rows": torch.from_numpy(suspect.rows.copy()),
-            "ids": torch.from_numpy(suspect.ids.copy()),
-        }
+        tensors = {**snapshot.tensors, "random": _by_rank([suspect.random.tensors()])}
+        ids = torch.from_numpy(self._ids(suspect.rows))
+        tensors["samples"] = {"rows": torch.from_numpy(suspect.rows.copy()), "ids": ids}
         path.parent.mkdir(exist_ok=True)
         checkpoint.write_checkpoint(path, Snapshot(tensors, {**snapshot.state, "step": suspect.step}))
 

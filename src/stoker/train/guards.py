@@ -6,17 +6,19 @@ anybody waiting for it; since the step changed nothing, the weights are still th
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stoker import console
+from stoker.data.ragged import Indices
 from stoker.errors import MachineError
 from stoker.runs.events import EventLog
+from stoker.train.checkpoint import RandomStates
 from stoker.train.config import TrainConfig
 
 SPIKE_WINDOW, SPIKE_SIGMAS, SPIKE_LEAST = 128, 6.0, 64
@@ -53,17 +55,23 @@ class Suspect:
     """A step whose flag has not been looked at: all that is needed to write it down if it turns out bad."""
 
     step: int
-    rows: np.ndarray[Any, np.dtype[np.int64]]
-    ids: np.ndarray[Any, np.dtype[np.int64]]
-    rng: dict[str, Tensor]
+    rows: Indices  # of the sample table
+    random: RandomStates  # before the step
     flags: Flags
 
 
 class BadSteps:
     """Writes a bundle for each bad step and ends the run after too many in a row; hears of requests to stop too."""
 
-    def __init__(self, config: TrainConfig, folder: Path, log: EventLog, bundle: Any) -> None:
-        self._limit, self._folder, self._log, self._write = config.bad_steps, folder, log, bundle
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        log: EventLog,
+        ids: Callable[[Indices], Indices],
+        write: Callable[[Path, Suspect], None],
+    ) -> None:
+        self._limit, self._folder, self._log, self._ids, self._write = config.bad_steps, folder, log, ids, write
         self._pending: Suspect | None = None
         self.total = self.in_a_row = 0
         self.stop_asked = False  # all ranks learn of it at the same step
@@ -84,7 +92,7 @@ class BadSteps:
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
         path = self._folder / f"step-{suspect.step:08d}"
         self._write(path, suspect)
-        ids = suspect.ids.tolist()
+        ids = self._ids(suspect.rows).tolist()
         self._log.write("bad_step", step=suspect.step, samples=ids, bundle=path.name, in_a_row=self.in_a_row)
         some = ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
         console.say(
