@@ -36,7 +36,7 @@ def make_parts(events_dir: Path, folder: Path, **options: Any) -> tuple[Any, lis
     return engine, steps
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_whole_step_never_waits_for_the_device(events_dir: Path, tmp_path: Path, compiled: bool) -> None:
     engine, steps = make_parts(events_dir, tmp_path, compile=compiled, ema=0.99)

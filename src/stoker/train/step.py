@@ -49,17 +49,19 @@ class Stepper:
     def compute(self, step: OnDevice[Any], stop_asked: bool = False) -> StepResult:
         """Gradients of the whole step, summed over micro-batches and ranks; nothing is updated yet."""
         before = [buffer.clone() for buffer in self._statistics]
+        # None rather than zeros: the first micro-batch then writes its gradients instead of adding them.
         for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        torch._foreach_zero_(self._gradients())
+            parameter.grad = None
         loss = torch.zeros((), device=self._device)
         stop = torch.full((), float(stop_asked), device=self._device)
         for batch in step.batches:
             if batch.num_samples:
                 loss = loss + self._backward(batch, step.loaded.num_samples)
-        sum_over_ranks([*self._gradients(), loss, stop])
+        for parameter in self.parameters:
+            if parameter.grad is None:  # not used by the model, or this rank had no samples
+                parameter.grad = torch.zeros_like(parameter)
         gradients = self._gradients()
+        sum_over_ranks([*gradients, loss, stop])
         if self.scale is not None:
             torch._foreach_mul_(gradients, 1 / self.scale.scale)
         norms = torch.stack(torch._foreach_norm(gradients))

@@ -8,6 +8,10 @@ bounded and no operation looks at pairs of different segments.
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# Not cuDNN's: it plans anew for every shape, which takes a second a batch when every batch has another one.
+BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
 def segment_attention(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> Tensor:
@@ -37,5 +41,6 @@ def _padded_index(first: Tensor, lengths: Tensor, width: int) -> tuple[Tensor, T
 def _padded_attention(query: Tensor, key: Tensor, value: Tensor, inside: Tensor) -> Tensor:
     """(S, width, H, C) in and out; padded keys are masked."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=inside[:, None, None, :])
+    with sdpa_kernel(BACKENDS):
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=inside[:, None, None, :])
     return mixed.transpose(1, 2)
