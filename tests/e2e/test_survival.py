@@ -228,8 +228,13 @@ def test_init_from_takes_weights_only_and_lists_what_does_not_fit(stoker: Stoker
 
 
 def test_evaluation_of_any_checkpoint_weights_and_data(stoker: Stoker, events_dir: Path, tmp_path: Path) -> None:
-    result = stoker.json("train", "icecube", "--data.path", events_dir, *SMALL, "--train.ema", "0.9")
+    words = ("--train.ema", "0.9", "--train.norms_every", "5")
+    result = stoker.json("train", "icecube", "--data.path", events_dir, *SMALL, *words)
     run = stoker.folder / result["run"]
+    norms = events_of(run, "norms")
+    assert [event["step"] for event in norms] == list(range(5, len(stoker.losses(run)) + 1, 5))
+    assert all(0 < value < 1 for value in norms[-1]["update_ratio"].values())
+    assert norms[-1]["gradient"].keys() == norms[-1]["update_ratio"].keys()
     raw, ema = (stoker.json("evaluate", run, "--weights", kind)["metrics"] for kind in ("raw", "ema"))
     assert raw["mean_error_rad"] == pytest.approx(result["metrics"]["mean_error_rad"])
     assert ema["mean_error_rad"] == pytest.approx(result["metrics"]["ema_mean_error_rad"])

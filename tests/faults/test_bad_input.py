@@ -130,7 +130,12 @@ def test_a_geometry_with_a_missing_sensor(stoker: Run, own_events: Path, tmp_pat
         (["train", "json:dumps"], "Recipe"),
         (["train", "absent.yaml"], "absent.yaml"),
         (["resume", "absent"], "absent"),
-        (["resume", "x", "--train.lr", "1"], "--train.lr"),
+        (["resume", "absent", "--train.lr", "1"], "no run folder"),
+        (["runs", "--train.lr", "1"], "--train.lr"),
+        (
+            ["train", "icecube", "--init-from", "absent", "--data.simulate_events", "20", "--data.simulate_files", "2"],
+            "absent",
+        ),
         (["simulate", "new", "--events", "-5"], "-5"),
         (["simulate", "new", "--events", "3"], "10 files"),
         (["simulate", "new", "--device", "tpu"], "tpu"),

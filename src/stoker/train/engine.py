@@ -20,7 +20,7 @@ from stoker.train import checkpoint, parallel
 from stoker.train.checkpoint import Saver, Snapshot
 from stoker.train.config import TrainConfig
 from stoker.train.evaluate import evaluate
-from stoker.train.guards import BadSteps, LossWatch, Suspect, send_flags
+from stoker.train.guards import BadSteps, LossWatch, Sent, Suspect
 from stoker.train.meter import Meter, device_line
 from stoker.train.optim import build_optimizer
 from stoker.train.parallel import Ranks
@@ -62,6 +62,7 @@ class Engine:
         self.total = total_steps(config, trainer.training)
         self.score: float | None = None
         self.recompiles = self._digest = 0
+        self._norms: tuple[int, Sent] | None = None
         self.meter, self.watch = Meter(), LossWatch(config, task.know_nothing_loss, trainer.log)
         self.bad_steps = BadSteps(config, trainer.folder / "bad_steps", trainer.log, self._ids, self._write_bundle)
         self.saver = Saver(trainer.folder / "checkpoints", task.goal, config.keep_best)
@@ -73,9 +74,10 @@ class Engine:
         result = self.stepper.compute(step, stop_asked)
         if self.config.compile and self.step >= COMPILE_WARMUP:
             self.recompiles += _num_graphs() - graphs
-        flags = send_flags(result.alarm, result.stop)
+        flags = Sent(torch.stack([result.alarm, result.stop]))
         # The suspect of the step before is looked at now: the weights have not changed since, if it was bad.
         self.bad_steps.check()
+        self.write_norms()
         rows = step.loaded.rows
         self.bad_steps.expect(Suspect(self.step + 1, rows, random_states, flags))
         self._digest = zlib.crc32(rows.tobytes())
@@ -101,18 +103,22 @@ class Engine:
         )
         self.meter = Meter()
 
-    def log_norms(self, result: StepResult, before: list[torch.Tensor]) -> None:
-        """Norms of each parameter's gradient, and how far the step moved it, relative to its size."""
+    def send_norms(self, result: StepResult, before: list[torch.Tensor]) -> None:
+        """Norms of each parameter's gradient, and how far the step moved it relative to its size: on their way to us."""
         moved = torch._foreach_norm(torch._foreach_sub([p.detach() for p in self.stepper.parameters], before))
         sizes = torch._foreach_norm(before)
-        table = torch.stack([result.norms, torch.stack(moved) / torch.stack(sizes).clamp_min(1e-12)]).cpu()
+        ratios = torch.stack(moved) / torch.stack(sizes).clamp_min(1e-12)
+        self._norms = self.step, Sent(torch.stack([result.norms, ratios]))
+
+    def write_norms(self) -> None:
+        """Norms that were sent a step ago, or none."""
+        if self._norms is None:
+            return
+        (step, sent), self._norms = self._norms, None
+        gradient, ratio = sent.read().tolist()
         names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        self.trainer.log.write(
-            "norms",
-            step=self.step,
-            gradient=dict(zip(names, table[0].tolist(), strict=True)),
-            update_ratio=dict(zip(names, table[1].tolist(), strict=True)),
-        )
+        gradients, ratios = dict(zip(names, gradient, strict=True)), dict(zip(names, ratio, strict=True))
+        self.trainer.log.write("norms", step=step, gradient=gradients, update_ratio=ratios)
 
     def evaluate(self) -> dict[str, float]:
         """Raw weights, and averaged ones beside them; the run is judged by the averaged ones where there are any."""

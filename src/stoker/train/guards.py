@@ -25,29 +25,21 @@ SPIKE_WINDOW, SPIKE_SIGMAS, SPIKE_LEAST = 128, 6.0, 64
 STUCK_SHARE = 0.98  # of the know-nothing loss
 
 
-@dataclass(frozen=True)
-class Flags:
-    """Two numbers on their way from the device: the step was bad; some rank was asked to stop."""
+class Sent:
+    """Numbers on their way from the device; by the time they are read the device has the next step queued."""
 
-    values: Tensor
-    arrived: torch.cuda.Event | None
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._arrived = values, None
+        if values.device.type == "cuda":
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
 
-    def read(self) -> tuple[bool, bool]:
-        if self.arrived is not None:
-            self.arrived.synchronize()  # of the step before: the device has the next one queued already
-        bad, stop = self.values.tolist()
-        return bad > 0, stop > 0
-
-
-def send_flags(bad: Tensor, stop: Tensor) -> Flags:
-    values = torch.stack([bad, stop])
-    if values.device.type != "cuda":
-        return Flags(values, None)
-    pinned = torch.empty(2, dtype=values.dtype, pin_memory=True)
-    pinned.copy_(values, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return Flags(pinned, event)
+    def read(self) -> Tensor:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ class Suspect:
     step: int
     rows: Indices  # of the sample table
     random: RandomStates  # before the step
-    flags: Flags
+    flags: Sent  # whether it was bad, and whether a rank was asked to stop
 
 
 class BadSteps:
@@ -84,9 +76,9 @@ class BadSteps:
         suspect, self._pending = self._pending, None
         if suspect is None:
             return
-        bad, stop = suspect.flags.read()
-        self.stop_asked |= stop
-        if not bad:
+        bad, stop = suspect.flags.read().tolist()
+        self.stop_asked |= stop > 0
+        if not bad > 0:
             self.in_a_row = 0
             return
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1

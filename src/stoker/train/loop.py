@@ -27,7 +27,7 @@ def train(engine: Engine) -> tuple[dict[str, float], str | None]:
             engine.step, engine.position = engine.step + 1, step.loaded.after
             engine.meter.add(result, step.loaded.num_samples, step.loaded.wait_s)
             if with_norms:
-                engine.log_norms(result, before)
+                engine.send_norms(result, before)
             if engine.step % config.log_every == 0 or engine.step == engine.total:
                 engine.log_interval(lr)
             if evaluation_is_due(engine):
@@ -37,6 +37,7 @@ def train(engine: Engine) -> tuple[dict[str, float], str | None]:
                 engine.save()
             bar.advance()
         engine.bad_steps.check()
+        engine.write_norms()
         if engine.step < engine.total and engine.bad_steps.stop_asked:
             engine.save()
         engine.saver.wait()
