@@ -169,7 +169,7 @@ def engine_loop(config: TrainConfig, width: int, loader: Any, data: Any, steps: 
         engine = make_engine(config, width, loader, data, Path(folder), device)
 
         def work() -> None:
-            engine.step, engine.total = 0, steps
+            engine.step, engine.limit, engine.total = 0, steps, steps
             train(engine)
 
         return timed(work, steps, device)
@@ -222,7 +222,7 @@ def count_recompiles(data: Any, plan: Plan, width: int, device: torch.device, de
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(steps=1000, epochs=10**6, compile=True, baseline_after=None, norms_every=None)
         engine = make_engine(config, width, Changing(plan, []), data, Path(folder), device)
-        engine.total = 1000
+        engine.limit = engine.total = 1000
         train(engine)
     emit(
         line("engine, recompiles in 1,000 ragged steps after warm-up", [float(engine.recompiles)], "graphs", **details)

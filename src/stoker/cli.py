@@ -43,6 +43,8 @@ class Simulate:
     def run(self, overrides: list[str]) -> int:
         _no_overrides("simulate", overrides)
         if self.check:
+            if self != Simulate(self.out, check=True, json=self.json):
+                raise UserError("--check looks at a directory that exists and takes no other option than --json.")
             from stoker.recipes.icecube.check import check_events
 
             return _show_check(check_events(self.out), as_json=self.json)

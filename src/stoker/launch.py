@@ -128,6 +128,11 @@ def fork(path: Path, overrides: list[str], which: str) -> Outcome:
 def evaluate_run(path: Path, which: str, weights: str, overrides: list[str]) -> Outcome:
     """Metrics of a checkpoint, with averaged or raw weights, on the run's validation samples or on other data."""
     run = open_run(path)
+    for word in overrides:
+        if word.startswith("--") and not word.startswith(("--data.", "--loader.", "--run.", "--train.precision")):
+            raise UserError(
+                f"{word} does not matter to an evaluation: only data, loader and run keys and train.precision do."
+            )
     target = resolve_target(str(run.config), overrides)
     with _joined(target.config) as ranks:
         parts = _build(target.recipe, target.config, ranks)
@@ -255,7 +260,8 @@ def _loader(
 def _run_folder(target: Target, ranks: Ranks) -> tuple[RunFolder, bool]:
     """The run's folder on every rank, and whether it was there before: torchrun restarts us under the same id."""
     config, job = target.config, os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    fixed = config.run.folder / f"{config.recipe.replace(':', '-')}-{job}" if job != "none" else None
+    name = "-".join(word for word in (config.recipe.replace(":", "-"), job, config.run.name) if word)
+    fixed = config.run.folder / name if job != "none" else None
     if fixed is not None and parallel.from_first((fixed / "config.yaml").is_file()):
         console.say(f"{fixed} exists: going on with it.")
         return open_run(fixed), True

@@ -1,5 +1,6 @@
 """`stoker pack` as a user runs it, and as an unkind machine kills it."""
 
+import json
 import random
 import shutil
 import time
@@ -47,6 +48,18 @@ def test_a_packed_set_trains_to_the_same_losses_as_the_cache_s_own(
     first("train", "icecube", "--data.path", tmp_path / "store", *SMALL)
     second("train", "icecube", "--data.path", events_dir, *SMALL, "--loader.threads", "4", "--loader.look_ahead", "2")
     assert first.losses(first.only_run()) == second.losses(second.only_run())
+
+
+def test_steps_by_cost_see_every_sample_and_end_with_an_evaluation(stoker: Stoker, events_dir: Path) -> None:
+    words = ["--loader.batch_size", "null", "--loader.batch_cost", "4000", "--loader.sample_cost", "300"]
+    result = stoker.json(
+        "train", "icecube", "--data.path", events_dir, *SMALL, *words, "--train.evaluate_every", "1000"
+    )
+    run = stoker.folder / result["run"]
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    last = [event for event in events if event["event"] == "step"][-1]
+    assert (last["epoch"], last["consumed"]) == (1, 450)
+    assert result["metrics"]["mean_error_rad"] > 0
 
 
 def test_micro_batches_by_cost_give_the_same_losses(another_stoker: Callable[[str], Stoker], events_dir: Path) -> None:

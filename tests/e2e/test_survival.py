@@ -239,6 +239,7 @@ def test_evaluation_of_any_checkpoint_weights_and_data(stoker: Stoker, events_di
     assert raw["mean_error_rad"] == pytest.approx(result["metrics"]["mean_error_rad"])
     assert ema["mean_error_rad"] == pytest.approx(result["metrics"]["ema_mean_error_rad"])
     stoker("simulate", tmp_path / "other", "--events", "60", "--files", "2")
+    assert "does not matter" in fails(stoker, "evaluate", run, "--train.lr", "1")
     path = checkpoints(run)[-1]
     other = stoker.json(
         "evaluate", run, "--checkpoint", path, "--data.path", tmp_path / "other", "--data.validation", "[2]"

@@ -141,6 +141,7 @@ def test_a_geometry_with_a_missing_sensor(stoker: Run, own_events: Path, tmp_pat
         (["simulate", "new", "--device", "tpu"], "tpu"),
         (["simulate", "new", "--evnts", "5"], "--events"),
         (["simulate", "absent", "--check"], "absent"),
+        (["simulate", "absent", "--check", "--events", "5"], "no other option"),
     ],
 )
 def test_a_wrong_word_is_named(stoker: Run, words: list[str], part: str) -> None:

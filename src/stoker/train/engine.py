@@ -59,13 +59,23 @@ class Engine:
         if config.compile:
             self.model.compile(dynamic=True)
         self.step, self.position = 0, Position(seed)
-        self.total = total_steps(config, trainer.training)
+        self.limit = config.steps
+        self.total = total_steps(config, trainer.training)  # an estimate where steps are cut by cost
         self.score: float | None = None
         self.recompiles = self._digest = 0
         self._norms: tuple[int, Sent] | None = None
         self.meter, self.watch = Meter(), LossWatch(config, task.know_nothing_loss, trainer.log)
         self.bad_steps = BadSteps(config, trainer.folder / "bad_steps", trainer.log, self._ids, self._write_bundle)
         self.saver = Saver(trainer.folder / "checkpoints", task.goal, config.keep_best)
+
+    def is_done(self) -> bool:
+        """All steps that were asked for, or all samples of the last epoch."""
+        if self.limit is not None and self.step >= self.limit:
+            return True
+        consumed_all = self.position.consumed >= len(self.trainer.training.plan)
+        return self.position.epoch >= self.config.epochs or (
+            self.position.epoch == self.config.epochs - 1 and consumed_all
+        )
 
     def compute(self, step: OnDevice[Any], stop_asked: bool) -> StepResult:
         """Gradients of a step. Its flags are sent to the host, who looks at them one step later."""

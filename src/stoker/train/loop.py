@@ -17,7 +17,7 @@ def train(engine: Engine) -> tuple[dict[str, float], str | None]:
     with stop_on_signals() as stop, console.progress("train", engine.total - engine.step, "steps") as bar:
         steps = trainer.training.batches(engine.position, config.epochs)
         for step in feed(steps, trainer.device):
-            if engine.step >= engine.total or engine.bad_steps.stop_asked:
+            if engine.is_done() or engine.bad_steps.stop_asked:
                 break
             lr = lr_at(config, engine.step, engine.total)
             result = engine.compute(step, stop_asked=stop.by is not None)
@@ -28,7 +28,7 @@ def train(engine: Engine) -> tuple[dict[str, float], str | None]:
             engine.meter.add(result, step.loaded.num_samples, step.loaded.wait_s)
             if with_norms:
                 engine.send_norms(result, before)
-            if engine.step % config.log_every == 0 or engine.step == engine.total:
+            if engine.step % config.log_every == 0 or engine.is_done():
                 engine.log_interval(lr)
             if evaluation_is_due(engine):
                 metrics = engine.evaluate()
@@ -38,16 +38,16 @@ def train(engine: Engine) -> tuple[dict[str, float], str | None]:
             bar.advance()
         engine.bad_steps.check()
         engine.write_norms()
-        if engine.step < engine.total and engine.bad_steps.stop_asked:
+        ended_early = engine.bad_steps.stop_asked and not engine.is_done()
+        if ended_early:
             engine.save()
         engine.saver.wait()
-    ended_early = engine.step < engine.total and engine.bad_steps.stop_asked
     return metrics, (stop.by or "another rank") if ended_early else None
 
 
 def evaluation_is_due(engine: Engine) -> bool:
     every = engine.config.evaluate_every
-    if engine.step == engine.total:
+    if engine.is_done():
         return True
     if every is not None:
         return engine.step % every == 0
