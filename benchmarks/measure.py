@@ -21,7 +21,7 @@ def line(name: str, values: list[float], unit: str, **details: Any) -> dict[str,
         **details,
         "hardware": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "gpus": gpu_names()},
         "versions": package_versions(),
-        "commit": code_version().get("commit"),
+        **code_version(),
         "command": " ".join(["python", *map(_short, sys.argv)]),
     }
 

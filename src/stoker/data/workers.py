@@ -21,8 +21,7 @@ def keep_freed_memory() -> None:
     """Tells malloc to reuse large blocks instead of handing them back to the system after every batch.
 
     Memory fresh from the system is cleared and mapped page by page at its first use, which costs a loader more than the
-    copying it does there: packed batches are made a fifth faster without it. Other C libraries than glibc are left as
-    they are.
+    copying it does there. Other C libraries than glibc are left as they are.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# Not cuDNN's: it plans anew for every shape, which takes a second a batch when every batch has another one.
+# Not cuDNN's: steps of ragged batches took 1 s with it and 0.06 s without (one H200, one run of each); presumably it
+# plans anew for every shape.
 BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
