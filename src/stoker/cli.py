@@ -264,7 +264,9 @@ def _under_torchrun(num_processes: int) -> int:
     job = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
     rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={job}", "--max-restarts=3"]
-    return subprocess.run([*torchrun, *rendezvous, "-m", "stoker", *words]).returncode
+    # With a shared store, processes that torchrun restarts would find the addresses of those before them (torch 2.15).
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **os.environ}
+    return subprocess.run([*torchrun, *rendezvous, "-m", "stoker", *words], env=environment).returncode
 
 
 def _show_outcome(outcome: Any, *, as_json: bool) -> int:
