@@ -193,6 +193,7 @@ def _joined(config: RunConfig) -> Iterator[Ranks]:
     console.be_quiet(not ranks.is_first)
     try:
         yield ranks
+        parallel.gather(None)  # leave together: a rank that tears its connections down early can abort another
     finally:
         console.be_quiet(False)
         parallel.leave()
