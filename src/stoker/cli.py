@@ -206,7 +206,13 @@ COMMANDS: dict[str, Any] = {
 
 
 def main() -> None:
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Taking gloo's connections down at exit now and then aborts a rank whose work is done (seen with torch 2.15).
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(words: list[str]) -> int:

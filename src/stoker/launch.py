@@ -196,7 +196,6 @@ def _joined(config: RunConfig) -> Iterator[Ranks]:
         parallel.gather(None)  # leave together: a rank that tears its connections down early can abort another
     finally:
         console.be_quiet(False)
-        parallel.leave()
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,6 @@ def join(device_name: str) -> Ranks:
     return ranks
 
 
-def leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def sum_over_ranks(tensors: Sequence[Tensor]) -> None:
     """Replaces tensors of one type by their sums over all ranks, in one message."""
     if not dist.is_initialized() or not tensors:
