@@ -23,11 +23,11 @@ from stoker.data.loader import Loaded
 from stoker.data.plan import MicroBatch, Plan, Position
 from stoker.data.stages import StageTimes
 from stoker.launch import resolve_target
+from stoker.recipes.icecube.attention import Segments, repeat, segment_mean
 from stoker.recipes.icecube.batch import EventBatch
 from stoker.recipes.icecube.data import open_data
 from stoker.recipes.icecube.geometry import standard_geometry
 from stoker.recipes.icecube.losses import angle_between
-from stoker.recipes.icecube.model import repeat, segment_mean
 from stoker.runs.events import EventLog
 from stoker.train.config import TrainConfig
 from stoker.train.engine import Engine, Trainer
@@ -53,8 +53,8 @@ class PulseNet(nn.Module):
         place = repeat(self.sensors[batch.sensor], batch.dom_offsets, len(batch.time))
         time_ns, charge = (batch.time - 1e4) / 3e3, batch.charge.clamp_min(1e-3).log10()
         pulses = torch.cat([torch.stack([time_ns, charge, batch.auxiliary], -1), place], -1)
-        offsets = batch.dom_offsets[batch.event_offsets]
-        return nn.functional.normalize(self.head(segment_mean(self.body(pulses).float(), offsets)), dim=-1, eps=1e-6)
+        segments = Segments.of(batch.dom_offsets[batch.event_offsets], len(batch.time))
+        return nn.functional.normalize(self.head(segment_mean(self.body(pulses).float(), segments)), dim=-1, eps=1e-6)
 
 
 class PulseTask:

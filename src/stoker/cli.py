@@ -155,6 +155,27 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
+class Predict:
+    """Answer for new samples with a checkpoint of a run, and write the answers to a file. Goes on where it was stopped."""
+
+    path: Positional[Path]  # a run folder
+    data: Path | None = None  # the samples; default: those that the run was given
+    out: Path | None = None  # file to make; its ending chooses the format; default: submission.csv
+    checkpoint: str = "best"  # best, last, or the path of a checkpoint
+    weights: Literal["auto", "raw", "ema"] = "auto"  # auto takes averaged weights where there are any
+    json: Flag = False  # print the result as JSON
+
+    def run(self, overrides: list[str]) -> int:
+        from stoker import launch
+
+        result = launch.predict(self.path, self.data, self.out, self.checkpoint, self.weights, overrides)
+        if int(os.environ.get("RANK", 0)) == 0:
+            text = "\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in result.items())
+            _print_result(result, text, as_json=self.json)
+        return 0
+
+
+@dataclass(frozen=True)
 class Runs:
     """List runs with their state, best metric, rate and age."""
 
@@ -200,6 +221,7 @@ COMMANDS: dict[str, Any] = {
     "resume": Resume,
     "fork": Fork,
     "evaluate": Evaluate,
+    "predict": Predict,
     "runs": Runs,
     "config": Config,
 }

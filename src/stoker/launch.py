@@ -26,7 +26,7 @@ from stoker.data.stages import Stage
 from stoker.data.store import is_store, open_store
 from stoker.errors import MachineError, UserError
 from stoker.files import write_bytes
-from stoker.recipe import Recipe, RunConfig, RunData
+from stoker.recipe import Recipe, RunConfig, RunData, Trained
 from stoker.runs.events import EventLog, read_events
 from stoker.runs.folder import RunFolder, create_run, open_run, record_environment
 from stoker.settings import Layer
@@ -83,7 +83,7 @@ def start(target: Target, *, init_from: Path | None = None, allow_partial: bool 
     """A new run, from its first step to its last. Under torchrun a restarted run goes on from its last checkpoint."""
     config = target.config
     with _joined(config) as ranks:
-        parts = _build(target.recipe, config, ranks)
+        parts = build_parts(target.recipe, config, ranks)
         if init_from is not None:
             weights = checkpoint.read_checkpoint(init_from).tensors["model"]
             checkpoint.load_weights(weights, parts.task.model, str(init_from), allow_partial=allow_partial)
@@ -107,7 +107,7 @@ def resume(path: Path, overrides: list[str]) -> Outcome:
             console.say(f"{path} holds no checkpoint yet: starting it from the beginning.")
         else:
             _check_unchanged(found, target, overrides)
-        parts = _build(target.recipe, target.config, ranks)
+        parts = build_parts(target.recipe, target.config, ranks)
         if ranks.is_first:
             record_environment(run)
             write_bytes(run.config, settings.as_yaml(target.config).encode())  # with the changes that were named
@@ -119,7 +119,7 @@ def fork(path: Path, overrides: list[str], which: str) -> Outcome:
     old = open_run(path)
     target = resolve_target(str(old.config), overrides)
     with _joined(target.config) as ranks:
-        parts = _build(target.recipe, target.config, ranks)
+        parts = build_parts(target.recipe, target.config, ranks)
         found = _find_checkpoint(old, which, parts.task.goal)
         run, _ = _run_folder(target, ranks)
         return _run(run, target, parts, ranks, take_over=found)
@@ -128,26 +128,63 @@ def fork(path: Path, overrides: list[str], which: str) -> Outcome:
 def evaluate_run(path: Path, which: str, weights: str, overrides: list[str]) -> Outcome:
     """Metrics of a checkpoint, with averaged or raw weights, on the run's validation samples or on other data."""
     run = open_run(path)
+    target = _for_use(run, overrides, "an evaluation")
+    with _joined(target.config) as ranks:
+        parts = build_parts(target.recipe, target.config, ranks)
+        model = _trained(run, target, parts.task, parts.device, which, weights, ranks)
+        metrics = evaluate(parts.task, parts.validation, parts.device, model.precision)
+        if target.recipe.report is not None and ranks.count == 1:
+            folder = _unused(run.path / "evaluation" / model.checkpoint.name)
+            target.recipe.report(model, parts.data, parts.validation, folder)
+            console.say(f"tables and plots: {folder}")
+        return Outcome(run, target.recipe, metrics)
+
+
+def predict(path: Path, source: Path | None, out: Path | None, which: str, weights: str, overrides: list[str]) -> Any:
+    """Answers of a checkpoint for a data set, written to a file."""
+    run = open_run(path)
+    if source is not None:
+        overrides = [*overrides, "--data.path", str(source)]
+    target = _for_use(run, overrides, "a prediction")
+    if target.recipe.predict is None:
+        raise UserError(f"The recipe {target.recipe.name} has no predictions to make.")
+    with _joined(target.config) as ranks:
+        torch.manual_seed(target.config.run.seed)
+        task, device = target.recipe.build_task(target.config), choose_device(target.config.run.device, ranks.local)
+        return target.recipe.predict(_trained(run, target, task, device, which, weights, ranks), out)
+
+
+def _for_use(run: RunFolder, overrides: list[str], what: str) -> Target:
     for word in overrides:
         if word.startswith("--") and not word.startswith(("--data.", "--loader.", "--run.", "--train.precision")):
-            raise UserError(
-                f"{word} does not matter to an evaluation: only data, loader and run keys and train.precision do."
-            )
-    target = resolve_target(str(run.config), overrides)
-    with _joined(target.config) as ranks:
-        parts = _build(target.recipe, target.config, ranks)
-        found = _find_checkpoint(run, which, parts.task.goal)
-        snapshot = checkpoint.read_checkpoint(found)
-        averaged = snapshot.tensors.get("average")
-        if weights == "ema" and averaged is None:
-            raise UserError(f"{found} holds no averaged weights: the run was trained without train.ema.")
-        chosen = dict(averaged if averaged is not None and weights != "raw" else snapshot.tensors["model"])
-        chosen.pop("__updates__", None)
-        checkpoint.load_weights(chosen, parts.task.model, str(found))
-        parts.task.model.to(parts.device)
-        precision = resolve_precision(target.config.train.precision, parts.device)
-        metrics = evaluate(parts.task, parts.validation, parts.device, precision)
-        return Outcome(run, target.recipe, metrics)
+            raise UserError(f"{word} does not matter to {what}: only data, loader and run keys and train.precision do.")
+    return resolve_target(str(run.config), overrides)
+
+
+def _trained(
+    run: RunFolder, target: Target, task: Any, device: torch.device, which: str, weights: str, ranks: Ranks
+) -> Trained:
+    """The task with the weights of a checkpoint: averaged ones where there are any, unless raw ones are asked for."""
+    found = _find_checkpoint(run, which, task.goal)
+    snapshot = checkpoint.read_checkpoint(found)
+    averaged = snapshot.tensors.get("average")
+    if weights == "ema" and averaged is None:
+        raise UserError(f"{found} holds no averaged weights: the run was trained without train.ema.")
+    chosen = dict(averaged if averaged is not None and weights != "raw" else snapshot.tensors["model"])
+    chosen.pop("__updates__", None)
+    checkpoint.load_weights(chosen, task.model, str(found))
+    task.model.to(device)
+    precision = resolve_precision(target.config.train.precision, device)
+    return Trained(target.config, task, found, device, precision, ranks)
+
+
+def _unused(folder: Path) -> Path:
+    """This folder, or with a number behind it where it exists: an evaluation never replaces another."""
+    number = 2
+    chosen = folder
+    while chosen.exists():
+        chosen, number = folder.with_name(f"{folder.name}-{number}"), number + 1
+    return chosen
 
 
 def pack_data(
@@ -199,7 +236,7 @@ def _joined(config: RunConfig) -> Iterator[Ranks]:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     task: Any
     training: Loader[Any]
     validation: Loader[Any]
@@ -207,7 +244,7 @@ class _Parts:
     data: RunData
 
 
-def _build(recipe: Recipe, config: RunConfig, ranks: Ranks) -> _Parts:
+def build_parts(recipe: Recipe, config: RunConfig, ranks: Ranks) -> Parts:
     device = choose_device(config.run.device, ranks.local)
     # The first process of each machine makes what is missing in the cache; the others find it there.
     data = recipe.open_data(config, device) if ranks.local == 0 else None
@@ -217,7 +254,7 @@ def _build(recipe: Recipe, config: RunConfig, ranks: Ranks) -> _Parts:
     task = recipe.build_task(config)
     # From here on each rank draws its own numbers (dropout); weights were drawn alike.
     torch.manual_seed(config.run.seed + 1_000_003 * ranks.rank)
-    return _Parts(
+    return Parts(
         task=task,
         training=_loader(data, data.training, data.order(data.training), config, device, ranks),
         validation=_loader(data, data.validation, lambda seed, epoch: StorageOrder(), config, device, ranks),
@@ -274,7 +311,7 @@ def _run_folder(target: Target, ranks: Ranks) -> tuple[RunFolder, bool]:
 def _run(
     run: RunFolder,
     target: Target,
-    parts: _Parts,
+    parts: Parts,
     ranks: Ranks,
     resume_from: Path | None = None,
     take_over: Path | None = None,
@@ -314,7 +351,7 @@ def _run(
 
 
 def _introduce(
-    run: RunFolder, log: EventLog, engine: Engine, parts: _Parts, resume_from: Path | None, take_over: Path | None
+    run: RunFolder, log: EventLog, engine: Engine, parts: Parts, resume_from: Path | None, take_over: Path | None
 ) -> None:
     """What a person wants to see before the first step, and the event that says how the run began."""
     config = engine.config

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from stoker.data.loader import LoaderConfig
+from stoker.data.loader import Loader, LoaderConfig
 from stoker.data.order import Order
 from stoker.data.pack import Packing
 from stoker.data.quarantine import Quarantine
@@ -17,6 +17,7 @@ from stoker.data.samples import SampleTable, Subset
 from stoker.data.stages import Stage
 from stoker.settings import AlsoCalled, config
 from stoker.train.config import TrainConfig
+from stoker.train.parallel import Ranks
 from stoker.train.task import Task
 from stoker.train.trackers import LogConfig
 
@@ -59,6 +60,18 @@ class RunData:
 
 
 @dataclass(frozen=True)
+class Trained:
+    """A task with the weights of a checkpoint, ready to be used."""
+
+    config: RunConfig
+    task: Any
+    checkpoint: Path
+    device: torch.device
+    precision: str
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
 class Recipe:
     name: str
     presets: Mapping[str, Callable[[], RunConfig]]  # the first one is used when none is named
@@ -66,3 +79,7 @@ class Recipe:
     build_task: Callable[[RunConfig], Task]
     packing: Callable[[Path, int | None, int], Packing]  # (data set, seed of a random order, threads) -> what to pack
     result_table: Callable[[Mapping[str, float]], list[tuple[str, ...]]]  # heading, then rows, for people
+    # An evaluation in depth, written into a folder: (model, data, loader of the validation samples, folder).
+    report: Callable[[Trained, RunData, Loader[Any], Path], Mapping[str, Any]] | None = None
+    # Answers for a data set (data.path of the model's configuration), written to a file; returns what to tell.
+    predict: Callable[[Trained, Path | None], Mapping[str, Any]] | None = None

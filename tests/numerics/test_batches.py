@@ -144,4 +144,4 @@ def test_an_event_gets_the_same_answer_alone_and_in_company(events_dir: Path) ->
     together = model(load(events_dir, np.arange(10)))
     alone = torch.cat([model(load(events_dir, np.array([row]))) for row in range(10)])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(together.norm(dim=-1), torch.ones(10))
+    torch.testing.assert_close(together[:, :3].norm(dim=-1), torch.ones(10))

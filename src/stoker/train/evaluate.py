@@ -1,10 +1,11 @@
 """Evaluation: every sample of a loader once, over all ranks, scores collected per sample, then summarised by the task."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from stoker import console
@@ -15,9 +16,24 @@ from stoker.train import parallel
 from stoker.train.precision import autocast
 from stoker.train.task import Task
 
+Values = dict[str, npt.NDArray[np.floating[Any]]]
+
 
 def evaluate(task: Task, loader: Loader[Any], device: torch.device, precision: str) -> dict[str, float]:
     """Metrics over all samples of the loader's plan, the same for any number of ranks: nothing is padded or repeated."""
+    joined = collect(task, loader, device, precision, lambda batch: task.scores(task.predict(batch), batch))
+    joined.pop("row")
+    return {name: float(value) for name, value in task.summarise(joined).items()}
+
+
+def collect(
+    task: Task,
+    loader: Loader[Any],
+    device: torch.device,
+    precision: str,
+    measure: Callable[[Any], dict[str, torch.Tensor]],
+) -> Values:
+    """What `measure` says of each sample, (B,) or (B, ...) tensors, over all ranks, ordered by row; and the rows."""
     collected: dict[str, list[torch.Tensor]] = {}
     with console.progress("evaluate", len(loader.plan), "samples") as bar, inference(task.model):
         for step in feed(loader.batches(Position(seed=0), num_epochs=1), device):
@@ -25,16 +41,15 @@ def evaluate(task: Task, loader: Loader[Any], device: torch.device, precision: s
                 if not batch.num_samples:
                     continue
                 with autocast(precision, device):
-                    scores = task.scores(task.predict(batch), batch)
-                for name, values in {**scores, "row": batch.rows}.items():
-                    collected.setdefault(name, []).append(values)
+                    values = measure(batch)
+                for name, column in {**values, "row": batch.rows}.items():
+                    collected.setdefault(name, []).append(column)
             bar.advance(step.loaded.num_samples)
     mine = {name: torch.cat(parts).double().cpu().numpy() for name, parts in collected.items()}
     everyone = [part for part in parallel.gather(mine) if part]
     joined = {name: np.concatenate([part[name] for part in everyone]) for name in everyone[0]}
-    order = np.argsort(joined.pop("row"), kind="stable")
-    summary = task.summarise({name: values[order] for name, values in joined.items()})
-    return {name: float(value) for name, value in summary.items()}
+    order = np.argsort(joined["row"], kind="stable")
+    return {name: values[order] for name, values in joined.items()}
 
 
 @contextmanager

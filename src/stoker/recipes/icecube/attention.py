@@ -1,22 +1,93 @@
 """Attention inside segments of a flat array: every token sees the tokens of its own segment and no others.
 
-The plain path: segments of similar length are padded to the same power of two and attend together, so the waste is
-bounded and no operation looks at pairs of different segments.
+On a GPU our own kernels do it (kernels.py). Elsewhere, and in float64, the plain path does, with the same numbers: segments
+of similar length are padded to the same power of two and attend together, so the waste is bounded and no operation looks
+at pairs of different segments.
 """
 
 # T tokens, H heads, C channels a head, S segments
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from dataclasses import dataclass
+from types import ModuleType
 
-# Not cuDNN's: steps of ragged batches took 1 s with it and 0.06 s without (one H200, one run of each); presumably it
-# plans anew for every shape.
-BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# Tokens a kernel's program takes: small where segments are short, measured on an H200 (benchmarks/attention.py).
+SHORT, LONG = 32, 64
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Offsets, and what kernels want to know of each token."""
+
+    offsets: Tensor  # (S + 1,) int64
+    number: Tensor  # (T,) int64, the segment a token is in
+    start: Tensor  # (T,) int32, where that begins
+    end: Tensor  # (T,) int32, and ends
+    block: int = LONG
+
+    @classmethod
+    def of(cls, offsets: Tensor, total: int, block: int = LONG) -> "Segments":
+        """`total` is the number of tokens, given so that nobody waits for the device."""
+        number = repeat(torch.arange(len(offsets) - 1, device=offsets.device), offsets, total)
+        return cls(offsets, number, offsets[number].int(), offsets[number + 1].int(), block)
+
+
+@dataclass(frozen=True)
+class Bias:
+    """Added to the scores of a head: piecewise linear in the signed space-time interval of two tokens.
+
+    The interval is +sqrt(dt^2 - dx^2) where light could have come from one to the other and -sqrt(dx^2 - dt^2) where it
+    could not; knots lie 1 / `per_unit` apart, the middle one at zero, and the outermost values continue.
+    """
+
+    where: Tensor  # (T, 4) x, y, z, and time as a length
+    table: Tensor  # (H, K)
+    per_unit: float
 
 
 def segment_attention(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> Tensor:
     """Softmax attention, (T, H, C) each; segment i holds the tokens offsets[i] .. offsets[i + 1]."""
+    return attend(torch.stack([query, key, value], 1), Segments.of(offsets, len(query)))
+
+
+def attend(qkv: Tensor, segments: Segments, bias: Bias | None = None) -> Tensor:
+    """The same on queries, keys and values in one array (T, 3, H, C), with known segments and an optional bias."""
+    if (fast := _kernels(qkv)) is None:
+        query, key, value = qkv.unbind(1)
+        return _plain_attention(query, key, value, segments.offsets, bias)
+    where, table, per_unit = (None, None, 1.0) if bias is None else (bias.where, bias.table, bias.per_unit)
+    return fast.attend(qkv, segments.start, segments.end, where, table, per_unit, segments.block)  # type: ignore[no-any-return]
+
+
+def segment_mean(values: Tensor, segments: Segments) -> Tensor:
+    """Mean over the rows of each segment: (T, C) -> (S, C); zero for an empty one."""
+    if (fast := _kernels(values)) is not None:
+        return fast.mean(values, segments.offsets, segments.number)  # type: ignore[no-any-return]
+    lengths = segments.offsets.diff()
+    total = values.new_zeros(len(lengths), values.shape[1]).index_add(0, segments.number, values)
+    return total / lengths.clamp_min(1)[:, None]
+
+
+def repeat(values: Tensor, offsets: Tensor, total: int) -> Tensor:
+    """Each segment's value for each of its rows; `total` is their number, given so that nobody waits for the device."""
+    return torch.repeat_interleave(values, offsets.diff(), dim=0, output_size=total)
+
+
+def _kernels(tensor: Tensor) -> ModuleType | None:
+    """Kernels for this tensor, if there are any: on GPUs, for all but float64, and widths that they know."""
+    if not tensor.is_cuda or tensor.dtype == torch.float64:
+        return None
+    width = tensor.shape[-1]
+    if tensor.ndim == 4 and not (width >= 16 and width & (width - 1) == 0):
+        return None
+    from stoker.recipes.icecube import kernels  # needs Triton, which is of no use without a GPU
+
+    return kernels
+
+
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, bias: Bias | None) -> Tensor:
     lengths = offsets.diff()
     # A token alone in its segment attends to itself: its value, without any arithmetic.
     out = value.clone()
@@ -26,7 +97,8 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor
         chosen = torch.nonzero((lengths > width // 2) & (lengths <= width)).squeeze(1)
         if len(chosen):
             index, inside = _padded_index(offsets[chosen], lengths[chosen], width)
-            mixed = _padded_attention(query[index], key[index], value[index], inside)
+            added = None if bias is None else _dense_bias(bias, index)
+            mixed = _padded_attention(query[index], key[index], value[index], inside, added)
             out = out.index_put((index[inside],), mixed[inside])
         width *= 2
     return out
@@ -39,9 +111,48 @@ def _padded_index(first: Tensor, lengths: Tensor, width: int) -> tuple[Tensor, T
     return first[:, None] + torch.minimum(step, lengths[:, None] - 1), inside
 
 
-def _padded_attention(query: Tensor, key: Tensor, value: Tensor, inside: Tensor) -> Tensor:
+def _padded_attention(query: Tensor, key: Tensor, value: Tensor, inside: Tensor, added: Tensor | None) -> Tensor:
     """(S, width, H, C) in and out; padded keys are masked."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    with sdpa_kernel(BACKENDS):
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=inside[:, None, None, :])
+    mask = inside[:, None, None, :]
+    if added is not None:
+        mask = added.to(query.dtype).masked_fill(~mask, float("-inf"))
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     return mixed.transpose(1, 2)
+
+
+def _dense_bias(bias: Bias, index: Tensor) -> Tensor:
+    """(S, H, width, width)"""
+    where = bias.where[index]
+    step = where[:, :, None] - where[:, None, :]
+    square = step[..., 3].square() - step[..., :3].square().sum(-1)
+    knots = bias.table.shape[1]
+    root = square.sign() * square.abs().sqrt()
+    place = (root * bias.per_unit + (knots - 1) / 2).clamp(0, knots - 1)
+    low = place.floor().clamp_max(knots - 2).long()
+    share = (place - low)[:, None]
+    low_value, high_value = (bias.table[:, knot].transpose(0, 1) for knot in (low, low + 1))  # (S, H, width, width)
+    return low_value * (1 - share) + high_value * share
+
+
+class EncoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward over segments.
+
+    Without biases, and norms without weights: the next matrix can learn what they would, and their gradients are sums over
+    all tokens that took a tenth of a step.
+    """
+
+    def __init__(self, width: int, heads: int, expansion: float, dropout: float) -> None:
+        super().__init__()
+        inner = int(width * expansion)
+        self.heads = heads
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.qkv, self.mix = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.widen, self.narrow = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor, segments: Segments, bias: Bias | None = None) -> Tensor:  # (T, C)
+        qkv = self.qkv(self.norm(tokens)).view(len(tokens), 3, self.heads, -1)
+        tokens = tokens + self.dropout(self.mix(attend(qkv, segments, bias).reshape(tokens.shape)))
+        fed: Tensor = self.narrow(F.gelu(self.widen(self.norm(tokens))))
+        return torch.add(tokens, self.dropout(fed))

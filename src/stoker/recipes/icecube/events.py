@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,8 @@ from stoker.errors import UserError
 from stoker.recipes.icecube.batch import AUXILIARY, CHARGE_FIRST, CHARGE_STEP, CHARGE_UNIT, FIRST_OF_DOM
 from stoker.recipes.icecube.geometry import NUM_SENSORS, Geometry, read_geometry
 
-META_COLUMNS = ("batch_id", "event_id", "first_pulse_index", "last_pulse_index", "azimuth", "zenith")
+PLACE_COLUMNS = ("batch_id", "event_id", "first_pulse_index", "last_pulse_index")
+TARGET_COLUMNS = ("azimuth", "zenith")
 PULSE_COLUMNS: dict[str, npt.DTypeLike] = {
     "sensor_id": np.int16,
     "time": np.int32,
@@ -35,6 +36,7 @@ PULSE_COLUMNS: dict[str, npt.DTypeLike] = {
 }
 CHARGE_TYPES = (np.uint16, np.float32, np.float64)  # codes of the grid, or the charge itself
 BLOCK_ROWS = 1 << 20
+Part = Literal["train", "test"]  # of the competition's files; those of `test` have no targets
 LABELS: dict[str, npt.DTypeLike] = {"azimuth": np.float32, "zenith": np.float32}
 
 
@@ -42,17 +44,17 @@ def open_geometry(root: Path) -> Geometry:
     return read_geometry(root / "sensor_geometry.csv")
 
 
-def open_events(root: Path, cache: Path | None = None) -> SampleTable:
+def open_events(root: Path, cache: Path | None = None, part: Part = "train") -> SampleTable:
     """The table of all events below `root`; made anew when the files changed since it was stored."""
-    check_layout(root)
-    fingerprint = _fingerprint(root)
-    name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
+    check_layout(root, part)
+    fingerprint = _fingerprint(root, part)
+    name = hashlib.sha256(f"{root.resolve()}{'' if part == 'train' else part}".encode()).hexdigest()[:16]
     folder = (cache or cache_folder()) / "tables" / f"icecube-{name}"
     table = open_table(folder)
     if table is not None and table.fingerprint != fingerprint:
         console.say(f"{root} changed since its sample table was made: making it again.")
         table = None
-    return table or _build(root, folder, fingerprint)
+    return table or _build(root, folder, fingerprint, part)
 
 
 def open_pulses(root: Path, table: SampleTable, cache_bytes: int = 1 << 30) -> ParquetSource:
@@ -115,7 +117,7 @@ def _encode(path: Path, table: SampleTable, rows: Indices, *, on_grid: bool) -> 
     for begin, end in _stretches(count, 1 << 20):
         take, offsets = range_indices(first[begin:end], count[begin:end])
         pulses = {name: column[take] for name, column in raw.items()}
-        _check_pulses(path, table, rows[begin:end], pulses, offsets)
+        check_pulses(path.parent.parent, table, rows[begin:end], pulses, offsets)
         event = sample_of_row(offsets)
         order, is_first = group_by_dom(pulses["sensor_id"], event)
         flags = np.where(pulses["auxiliary"][order], AUXILIARY, 0) | np.where(is_first, FIRST_OF_DOM, 0)
@@ -144,7 +146,8 @@ def _stretches(count: Array, size: int) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def _check_pulses(path: Path, table: SampleTable, rows: Indices, pulses: Mapping[str, Array], offsets: Indices) -> None:
+def check_pulses(root: Path, table: SampleTable, rows: Indices, pulses: Mapping[str, Array], offsets: Indices) -> None:
+    """Refuses pulses that no detector makes, by the name of their event and file."""
     sensor, charge = pulses["sensor_id"], pulses["charge"]
     for wrong, what, values in (
         ((sensor < 0) | (sensor >= NUM_SENSORS), f"a sensor id outside 0 .. {NUM_SENSORS - 1}", sensor),
@@ -152,7 +155,8 @@ def _check_pulses(path: Path, table: SampleTable, rows: Indices, pulses: Mapping
     ):
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
-            event = table.columns["id"][rows[np.searchsorted(offsets, at, side="right") - 1]]
+            row = rows[np.searchsorted(offsets, at, side="right") - 1]
+            event, path = table.columns["id"][row], root / table.shards[table.columns["shard"][row]]
             raise UserError(f"Event {event} in {path} has {what}: {values[at]} ({int(wrong.sum()):,} such pulses).")
 
 
@@ -196,41 +200,43 @@ def _charge_codes(path: Path, charge: Array) -> Array:
     return np.round((charge * CHARGE_UNIT - CHARGE_FIRST) / CHARGE_STEP).astype(np.uint16)
 
 
-def check_layout(root: Path) -> None:
+def check_layout(root: Path, part: Part = "train") -> None:
     if not root.is_dir():
         raise UserError(f"The data directory {root} does not exist. `stoker simulate {root}` makes one.")
-    missing = [name for name in ("train_meta.parquet", "sensor_geometry.csv", "train") if not (root / name).exists()]
+    missing = [name for name in (f"{part}_meta.parquet", "sensor_geometry.csv", part) if not (root / name).exists()]
     if missing:
         raise UserError(
-            f"{root} lacks {' and '.join(missing)}. A data directory holds train_meta.parquet, sensor_geometry.csv and "
-            f"train/batch_1.parquet, train/batch_2.parquet and so on, as in the Kaggle competition."
+            f"{root} lacks {' and '.join(missing)}. A data directory holds {part}_meta.parquet, sensor_geometry.csv and "
+            f"{part}/batch_1.parquet, {part}/batch_2.parquet and so on, as in the Kaggle competition."
         )
 
 
-def _fingerprint(root: Path) -> str:
+def _fingerprint(root: Path, part: Part) -> str:
     """Changes when a file is added, removed, or written again."""
     digest = hashlib.sha256()
-    for path in [root / "train_meta.parquet", *sorted((root / "train").glob("batch_*.parquet"))]:
+    for path in [root / f"{part}_meta.parquet", *sorted((root / part).glob("batch_*.parquet"))]:
         status = path.stat()
         digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 
-def _build(root: Path, folder: Path, fingerprint: str) -> SampleTable:
+def _build(root: Path, folder: Path, fingerprint: str, part: Part) -> SampleTable:
     """Streams the metadata once, row group by row group: 132 million events never become Python objects."""
-    meta = open_parquet(root / "train_meta.parquet", META_COLUMNS)
+    path = root / f"{part}_meta.parquet"
+    wanted = [*PLACE_COLUMNS, *(TARGET_COLUMNS if part == "train" else ())]
+    meta = open_parquet(path, wanted)
     batches = _batch_numbers(meta)
-    shards = [f"train/batch_{batch}.parquet" for batch in batches]
+    shards = [f"{part}/batch_{batch}.parquet" for batch in batches]
     starts, unreadable = _row_group_starts(root, shards)
-    checks = _Checks(root, shards, np.array([start[-1] for start in starts], np.int64))
+    checks = _Checks(path, shards, np.array([start[-1] for start in starts], np.int64))
     num_samples = meta.metadata.num_rows
     with (
-        named_if_damaged(root / "train_meta.parquet"),
+        named_if_damaged(path),
         new_table(folder, num_samples, LABELS, shards, fingerprint) as writer,
         console.progress("sample table", num_samples, "events") as bar,
     ):
-        for rows in meta.iter_batches(batch_size=1 << 20, columns=list(META_COLUMNS), use_threads=False):
-            chunk = _chunk(rows, batches, root)
+        for rows in meta.iter_batches(batch_size=1 << 20, columns=wanted, use_threads=False):
+            chunk = _chunk(rows, wanted, batches, path)
             checks.look_at(chunk)
             writer.append(chunk)
             bar.advance(rows.num_rows)
@@ -242,19 +248,24 @@ def _build(root: Path, folder: Path, fingerprint: str) -> SampleTable:
     return table
 
 
-def _chunk(rows: pa.RecordBatch, batches: Indices, root: Path) -> dict[str, Array]:
-    meta: dict[str, Any] = {name: rows.column(name).to_numpy(zero_copy_only=False) for name in META_COLUMNS}
-    empty = [name for name in META_COLUMNS if rows.column(name).null_count]
-    if empty:
-        raise UserError(f"{root / 'train_meta.parquet'} has rows without a value in {', '.join(empty)}.")
+def _chunk(rows: pa.RecordBatch, names: list[str], batches: Indices, path: Path) -> dict[str, Array]:
+    for name in names:
+        if rows.column(name).null_count:
+            at = int(np.flatnonzero(rows.column(name).is_null().to_numpy(zero_copy_only=False))[0])
+            event = rows.column("event_id")[at].as_py()
+            raise UserError(
+                f"Event {event} in {path} has no {name} ({rows.column(name).null_count:,} such rows in this part)."
+            )
+    meta: dict[str, Any] = {name: rows.column(name).to_numpy(zero_copy_only=False) for name in names}
+    unknown = np.zeros(rows.num_rows)  # targets of events that are to be predicted
     first, last = meta["first_pulse_index"], meta["last_pulse_index"]
     return {
         "shard": np.searchsorted(batches, meta["batch_id"]).astype(np.int32),
         "first": first.astype(np.int64),
         "count": (last - first + 1).astype(np.int64),
         "id": meta["event_id"].astype(np.int64),
-        "azimuth": meta["azimuth"].astype(np.float32),
-        "zenith": meta["zenith"].astype(np.float32),
+        "azimuth": meta.get("azimuth", unknown).astype(np.float32),
+        "zenith": meta.get("zenith", unknown).astype(np.float32),
     }
 
 
@@ -302,8 +313,8 @@ def _block_starts(group_starts: Indices) -> Indices:
 class _Checks:
     """What must hold before training starts: ranges inside their files, no overlap, unique ids, angles in range."""
 
-    def __init__(self, root: Path, shards: list[str], num_rows: Indices) -> None:
-        self._root, self._shards, self._num_rows = root, shards, num_rows
+    def __init__(self, path: Path, shards: list[str], num_rows: Indices) -> None:
+        self._path, self._shards, self._num_rows = path, shards, num_rows
         self._last: dict[str, int] | None = None
         self._in_order = self._ids_rise = True
 
@@ -329,7 +340,7 @@ class _Checks:
             ids = np.sort(columns["id"])
             twice = ids[1:][ids[1:] == ids[:-1]]
             if twice.size:
-                raise UserError(f"{self._root / 'train_meta.parquet'} lists event {twice[0]} more than once.")
+                raise UserError(f"{self._path} lists event {twice[0]} more than once.")
         if not self._in_order:
             order = np.lexsort((columns["first"], columns["shard"]))
             shard, first = columns["shard"][order], columns["first"][order]
@@ -338,7 +349,7 @@ class _Checks:
             if overlap.size:
                 event = columns["id"][order][overlap[0] + 1]
                 raise UserError(
-                    f"Event {event} in {self._root / 'train_meta.parquet'} shares pulses of "
+                    f"Event {event} in {self._path} shares pulses of "
                     f"{self._shards[shard[overlap[0]]]} with another event."
                 )
 
@@ -348,7 +359,7 @@ class _Checks:
         at = int(np.flatnonzero(wrong)[0])
         shard = int(chunk["shard"][at])
         raise UserError(
-            f"Event {chunk['id'][at]} in {self._root / 'train_meta.parquet'} {what}: pulses {chunk['first'][at]} to "
+            f"Event {chunk['id'][at]} in {self._path} {what}: pulses {chunk['first'][at]} to "
             f"{chunk['first'][at] + chunk['count'][at] - 1} of {self._shards[shard]}, which holds "
             f"{self._num_rows[shard]:,}; azimuth {chunk['azimuth'][at]:.4f}, zenith {chunk['zenith'][at]:.4f}. "
             f"({int(wrong.sum()):,} such events in this part of the file.)"

@@ -1,20 +1,31 @@
 """IceCube as a recipe: its configuration, presets, data and task."""
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from stoker.data.loader import LoaderConfig
-from stoker.recipe import Recipe, RunConfig
+from stoker.data.loader import Loader, LoaderConfig
+from stoker.data.pack import Packing
+from stoker.recipe import Recipe, RunConfig, RunData, Trained
 from stoker.recipes.icecube import events
 from stoker.recipes.icecube.data import IceCubeData, data_root, open_data
+from stoker.recipes.icecube.deep import DeepConfig
+from stoker.recipes.icecube.flat import FlatConfig
 from stoker.recipes.icecube.model import TwoStageConfig
 from stoker.recipes.icecube.task import DirectionTask
 from stoker.train.config import TrainConfig
+
+# Pulses computed at once, for a GPU of 24 GB and one of 141 GB: about 22 kB each in a training step of the seed's model
+# (benchmarks/results/end_to_end-h200.jsonl). The largest event known has 178,250 pulses, so none is thinned.
+SMALL_GPU_PULSES, LARGE_GPU_PULSES = 400_000, 1_600_000
+LARGEST_EVENT = 200_000
+MILLION = 1_000_000
 
 
 def demo() -> RunConfig:
     """Minutes on two CPU cores, with events simulated on the spot."""
     return RunConfig(
-        recipe="icecube",
+        recipe="icecube:demo",
         data=IceCubeData(),
         model=TwoStageConfig(width=64, heads=4, pulse_layers=1, dom_layers=2, expansion=2.0),
         loader=LoaderConfig(batch_size=128),
@@ -25,11 +36,58 @@ def demo() -> RunConfig:
 def seed() -> RunConfig:
     """The size of the model that the seed project trained: width 128, four and four layers, 1.6 M parameters."""
     return RunConfig(
-        recipe="icecube",
-        data=IceCubeData(simulate_events=1_000_000, simulate_files=20),
+        recipe="icecube:seed",
+        data=IceCubeData(simulate_events=MILLION, simulate_files=20),
         model=TwoStageConfig(),
-        loader=LoaderConfig(batch_size=1024),
-        train=TrainConfig(epochs=1, lr=5e-4, warmup_steps=200),
+        loader=LoaderConfig(batch_size=4096, micro_cost=SMALL_GPU_PULSES, sample_cost=LARGEST_EVENT),
+        train=TrainConfig(epochs=1, lr=1e-3, warmup_steps=50, compile=True),
+    )
+
+
+def _flat(name: str, width: int, layers: int) -> RunConfig:
+    return RunConfig(
+        recipe=f"icecube:{name}",
+        data=IceCubeData(simulate_events=MILLION, simulate_files=20),
+        model=FlatConfig(width=width, heads=width // 32, layers=layers),
+        loader=LoaderConfig(batch_size=4096, micro_cost=SMALL_GPU_PULSES, sample_cost=LARGEST_EVENT),
+        train=TrainConfig(epochs=1, lr=1e-3, warmup_steps=100, compile=True),
+    )
+
+
+def flat_half_m() -> RunConfig:
+    """One token a DOM, 0.5 M parameters."""
+    return _flat("flat-0.5m", 96, 4)
+
+
+def flat_5m() -> RunConfig:
+    """One token a DOM, 5 M parameters."""
+    return _flat("flat-5m", 256, 6)
+
+
+def flat_10m() -> RunConfig:
+    """One token a DOM, 10 M parameters."""
+    return _flat("flat-10m", 320, 8)
+
+
+def deep() -> RunConfig:
+    """One token a pulse, scores that know the space-time interval, 6.5 M parameters; events thinned to 512 pulses."""
+    return RunConfig(
+        recipe="icecube:deep",
+        data=IceCubeData(simulate_events=MILLION, simulate_files=20),
+        model=DeepConfig(),
+        loader=LoaderConfig(batch_size=4096, micro_cost=SMALL_GPU_PULSES, sample_cost=512),
+        train=TrainConfig(epochs=1, lr=5e-4, warmup_steps=200, compile=True),
+    )
+
+
+def h200() -> RunConfig:
+    """Ten minutes of one H200, with the simulation of its events."""
+    return RunConfig(
+        recipe="icecube:h200",
+        data=IceCubeData(simulate_events=6 * MILLION, simulate_files=60, validation=(59, 60)),
+        model=FlatConfig(),
+        loader=LoaderConfig(batch_size=4096, micro_cost=LARGE_GPU_PULSES, sample_cost=LARGEST_EVENT),
+        train=TrainConfig(epochs=4, lr=1e-3, warmup_steps=200, compile=True, ema=0.999),
     )
 
 
@@ -40,20 +98,50 @@ def build_task(run: RunConfig) -> DirectionTask:
 def result_table(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
     """Model, line fit and guessing side by side, on the same validation events."""
     rows: list[tuple[str, ...]] = [("angular error on validation events (rad)", "mean", "median")]
+    averaged = "ema_mean_error_rad" in metrics
     for label, mean, median in (
-        ("model", "mean_error_rad", "median_error_rad"),
+        ("model, averaged weights", "ema_mean_error_rad", "ema_median_error_rad"),
+        ("model, last weights" if averaged else "model", "mean_error_rad", "median_error_rad"),
         ("line fit", "line_fit_mean_rad", "line_fit_median_rad"),
         ("guessing", "guess_mean_rad", "guess_median_rad"),
     ):
-        rows.append((label, f"{metrics[mean]:.3f}", f"{metrics[median]:.3f}"))
+        if mean in metrics:
+            rows.append((label, f"{metrics[mean]:.3f}", f"{metrics[median]:.3f}"))
     return rows
+
+
+def packing(root: Path, shuffled: int | None, threads: int) -> Packing:
+    return events.packing(root, events.open_events(root), shuffled, threads)
+
+
+def report(model: Trained, data: RunData, loader: Loader[Any], folder: Path) -> Mapping[str, Any]:
+    from stoker.recipes.icecube import report as in_depth  # plots: only where they are wanted
+
+    path = data_root(model.config)
+    return in_depth.report(model.task, loader, data.stages, model.device, model.precision, path, folder)
+
+
+def predict(model: Trained, out: Path | None) -> Mapping[str, Any]:
+    from stoker.recipes.icecube.predict import predict as predict_all
+
+    return predict_all(model, out)
 
 
 RECIPE = Recipe(
     name="icecube",
-    presets={"demo": demo, "seed": seed},
+    presets={
+        "demo": demo,
+        "seed": seed,
+        "flat-0.5m": flat_half_m,
+        "flat-5m": flat_5m,
+        "flat-10m": flat_10m,
+        "deep": deep,
+        "h200": h200,
+    },
     open_data=open_data,
     build_task=build_task,
-    packing=lambda root, shuffled, threads: events.packing(root, events.open_events(root), shuffled, threads),
+    packing=packing,
     result_table=result_table,
+    report=report,
+    predict=predict,
 )

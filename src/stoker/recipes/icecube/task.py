@@ -1,5 +1,6 @@
-"""Direction reconstruction as a task: the angle is the loss and the metric, the line fit stands beside it."""
+"""Direction reconstruction as a task: models and losses to choose from, the angle as metric, the line fit beside it."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,35 +11,58 @@ from torch import Tensor, nn
 
 from stoker.recipes.icecube.baselines import GUESS_RAD, line_fit
 from stoker.recipes.icecube.batch import EventBatch
+from stoker.recipes.icecube.deep import DeepConfig, DeepModel
+from stoker.recipes.icecube.flat import FlatConfig, FlatModel
 from stoker.recipes.icecube.geometry import Geometry
-from stoker.recipes.icecube.losses import angle_between
+from stoker.recipes.icecube.inputs import DirectionConfig
+from stoker.recipes.icecube.losses import LOG_SPHERE, angle_between, region_angle, von_mises_fisher
 from stoker.recipes.icecube.model import TwoStageConfig, TwoStageModel
+
+KNOW_NOTHING = {"angle": GUESS_RAD, "vmf": LOG_SPHERE, "both": LOG_SPHERE + GUESS_RAD}
+REGION = 0.68  # share of events that an uncertainty should cover
+
+
+def build_model(config: DirectionConfig, geometry: Geometry) -> nn.Module:
+    if isinstance(config, FlatConfig):
+        return FlatModel(config, geometry)
+    if isinstance(config, DeepConfig):
+        return DeepModel(config, geometry)
+    assert isinstance(config, TwoStageConfig)
+    return TwoStageModel(config, geometry)
 
 
 class DirectionTask:
     metric = "mean_error_rad"
     goal = "min"
-    know_nothing_loss = GUESS_RAD
 
-    def __init__(self, config: TwoStageConfig, geometry: Geometry) -> None:
-        self.model: nn.Module = TwoStageModel(config, geometry)
-        self._sensor_xyz = torch.from_numpy(geometry.xyz)
+    def __init__(self, config: DirectionConfig, geometry: Geometry) -> None:
+        self.model = build_model(config, geometry)
+        self.know_nothing_loss = KNOW_NOTHING[config.loss]
+        self._loss = config.loss
+        self.sensor_xyz = torch.from_numpy(geometry.xyz)
 
     def predict(self, batch: EventBatch) -> Tensor:
         return self.model(batch)  # type: ignore[no-any-return]
 
     def losses(self, prediction: Tensor, batch: EventBatch) -> Tensor:
-        return angle_between(prediction, batch.direction)
+        direction, kappa = prediction[:, :3], prediction[:, 3]
+        if self._loss == "angle":
+            return angle_between(direction, batch.direction)
+        likelihood = von_mises_fisher(direction, kappa, batch.direction)
+        return likelihood if self._loss == "vmf" else likelihood + angle_between(direction, batch.direction)
 
     def scores(self, prediction: Tensor, batch: EventBatch) -> dict[str, Tensor]:
-        fitted = line_fit(batch, self._sensor_xyz.to(batch.time.device))
+        self.sensor_xyz = self.sensor_xyz.to(batch.time.device)
+        fitted = line_fit(batch, self.sensor_xyz)
+        error = angle_between(prediction[:, :3], batch.direction)
         return {
-            "error_rad": angle_between(prediction, batch.direction),
+            "error_rad": error,
             "line_fit_rad": angle_between(fitted, batch.direction),
+            "in_region": (error < region_angle(prediction[:, 3], REGION)).float(),
         }
 
     def summarise(self, scores: Mapping[str, npt.NDArray[np.floating[Any]]]) -> dict[str, float]:
-        return {
+        metrics = {
             "mean_error_rad": float(np.mean(scores["error_rad"])),
             "median_error_rad": float(np.median(scores["error_rad"])),
             "line_fit_mean_rad": float(np.mean(scores["line_fit_rad"])),
@@ -46,3 +70,13 @@ class DirectionTask:
             "guess_mean_rad": GUESS_RAD,
             "guess_median_rad": GUESS_RAD,
         }
+        if self._loss != "angle":
+            metrics["in_68_percent_region"] = float(np.mean(scores["in_region"]))
+        return metrics
+
+
+def azimuth_zenith(direction: npt.NDArray[np.floating[Any]]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Angles (rad) of unit vectors (N, 3): azimuth in 0 .. 2 pi, zenith in 0 .. pi."""
+    vectors = np.asarray(direction, np.float64)
+    azimuth = np.arctan2(vectors[:, 1], vectors[:, 0]) % (2 * math.pi)
+    return azimuth, np.arctan2(np.hypot(vectors[:, 0], vectors[:, 1]), vectors[:, 2])

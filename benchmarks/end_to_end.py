@@ -1,0 +1,183 @@
+"""How fast does IceCube train, from shuffled packed shards to updated weights, and how far from its own ceiling?
+
+For each preset: the whole engine fed by the loader, the same engine on the same batches lying ready on the device, memory,
+and the share of the machine's measured matrix rate. Beside them the seed's way, re-created (seed_way.py).
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from engine import Ready
+from measure import emit, line
+from seed_way import events_per_s
+from torch import nn
+
+from stoker import console
+from stoker.data.device import feed
+from stoker.data.loader import Loaded
+from stoker.data.plan import Position
+from stoker.data.stages import StageTimes
+from stoker.launch import Parts, build_parts, resolve_target
+from stoker.recipe import RunConfig
+from stoker.recipes.icecube import events
+from stoker.recipes.icecube.batch import unit_vectors
+from stoker.recipes.icecube.recipe import RECIPE
+from stoker.recipes.icecube.simulate import simulate
+from stoker.runs.events import EventLog
+from stoker.train.engine import Engine, Trainer
+from stoker.train.loop import train
+from stoker.train.parallel import Ranks
+
+WARM_UP = 40  # steps: compilation, caches
+
+
+class Kept:
+    """Stands in for the loader: steps that lie ready on the device."""
+
+    def __init__(self, plan: Any, steps: list[Any]) -> None:
+        self.plan, self.times, self._steps = plan, StageTimes([]), steps
+
+    def batches(self, position: Position, num_epochs: int | None = None) -> Iterator[Loaded[Any]]:
+        while True:
+            for step in self._steps:
+                yield Loaded(tuple(map(Ready, step.batches)), step.loaded.rows, position, 0.0)
+
+
+def rates(run: RunConfig, parts: Parts, loader: Any, steps: int) -> tuple[list[float], float]:
+    """Samples/s of each interval of ten steps after the warm-up, and the share of time spent waiting for data."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            config=run.train,
+            task=parts.task,
+            training=loader,
+            validation=loader,
+            device=parts.device,
+            log=EventLog(Path(folder) / "events.jsonl"),
+            folder=Path(folder),
+            quarantine=parts.data.quarantine,
+            settings={},
+            ranks=Ranks(),
+        )
+        engine = Engine(trainer, 0)
+        engine.evaluate = lambda: {}  # type: ignore[method-assign]
+        engine.save = lambda score=None: None  # type: ignore[method-assign]
+        engine.limit = engine.total = WARM_UP + steps
+        readings = []
+        log_interval = engine.log_interval
+
+        def keep(lr: float) -> None:
+            reading = engine.meter.read()
+            readings.append((engine.step, reading.samples_per_s, reading.wait_share))
+            log_interval(lr)
+
+        engine.log_interval = keep  # type: ignore[method-assign]
+        train(engine)
+    late = [reading for reading in readings if reading[0] > WARM_UP]
+    return [rate for _, rate, _ in late], statistics.mean(share for _, _, share in late)
+
+
+def measure_preset(preset: str, root: Path, peak: float, steps: int, overrides: list[str]) -> float:
+    words = ["--data.path", str(root), "--data.mode", "packed", "--train.epochs", "1000000", "--train.log_every", "10"]
+    words += ["--train.norms_every", "null", "--train.baseline_after", "null", *overrides]
+    run = resolve_target(f"icecube:{preset}", words).config
+    parts = build_parts(RECIPE, run, Ranks())
+    torch.cuda.reset_peak_memory_stats()
+    fed, wait = rates(run, parts, parts.training, steps)
+    memory = torch.cuda.max_memory_allocated() / 2**30
+    kept = []
+    for number, step in enumerate(feed(parts.training.batches(Position(0), 10**6), parts.device)):
+        if number >= WARM_UP:
+            kept.append(step)
+        if len(kept) == steps:
+            break
+    ready, _ = rates(run, parts, Kept(parts.training.plan, [*kept[-WARM_UP % steps :], *kept]), steps)
+    pulses = statistics.mean(sum(len(batch.time) for batch in step.batches) for step in kept)
+    seconds = run.loader.batch_size / statistics.median(ready)
+    flops = linear_flops(parts, kept[0]) / seconds / 1e12
+    details = {
+        "preset": preset,
+        "parameters": sum(p.numel() for p in parts.task.model.parameters()),
+        "batch_size": run.loader.batch_size,
+        "pulses_a_step": round(pulses),
+        "peak_memory_gib": round(memory, 2),
+        "wait_share": round(wait, 4),
+        "linear_tflops": round(flops, 1),
+        "share_of_matrix_peak": round(flops / peak, 4),
+    }
+    emit(line("end to end, shuffled packed shards", fed, "events/s", **details))
+    emit(line("end to end, resident batches", ready, "events/s", **details))
+    ratio = statistics.median(fed) / statistics.median(ready)
+    emit(line("end to end / resident", [ratio], "ratio", bar=0.95, preset=preset))
+    return statistics.median(fed)
+
+
+def linear_flops(parts: Parts, step: Any) -> float:
+    """Of the linear layers in one training step: forward, and twice that backward."""
+    total = 0.0
+
+    def count(layer: nn.Module, inputs: tuple[Any, ...], _: Any) -> None:
+        nonlocal total
+        total += 6 * inputs[0].numel() / inputs[0].shape[-1] * layer.weight.numel()
+
+    model = parts.task.model
+    hooks = [layer.register_forward_hook(count) for layer in model.modules() if isinstance(layer, nn.Linear)]
+    model._compiled_call_impl = None  # hooks are not called in compiled models
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        for batch in step.batches:
+            model(batch)
+    for hook in hooks:
+        hook.remove()
+    return total
+
+
+def matrix_tflops(size: int = 8192) -> float:
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        a @ b
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return 2 * size**3 / statistics.median(times[5:]) / 1e12
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--presets", nargs="*", default=["seed", "flat-5m", "deep"])
+    parser.add_argument("--events", type=int, default=1_000_000)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seed-steps", type=int, default=3, help="steps of the seed's way; 0: leave it out")
+    options, overrides = parser.parse_known_args()
+    if not torch.cuda.is_available():
+        print("end_to_end.py needs a GPU: nothing was measured.")
+        return
+    console.be_quiet()
+    root = Path(os.environ["STOKER_CACHE"]) / f"end-to-end-{options.events}"
+    if not root.exists():
+        simulate(root, num_events=options.events, num_files=20, seed=0, device="cuda")
+    peak = matrix_tflops()
+    emit(line("bf16 matrix product 8192", [peak], "TFLOP/s"))
+    best = {preset: measure_preset(preset, root, peak, options.steps, overrides) for preset in options.presets}
+    if options.seed_steps:
+        table, geometry = events.open_events(root), events.open_geometry(root)
+        source, chosen = events.open_pulses(root, table), np.arange(256)
+        labels = [np.asarray(table.columns[name][chosen]) for name in ("azimuth", "zenith")]
+        direction, xyz = torch.from_numpy(unit_vectors(*labels)), torch.from_numpy(geometry.xyz)
+        rate = events_per_s(source, direction, xyz, chosen, options.seed_steps, torch.device("cuda"))
+        emit(line("the seed's way", [rate], "events/s", steps=options.seed_steps))
+        if "seed" in best:
+            emit(line("seed preset / the seed's way", [best["seed"] / rate], "ratio"))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("STOKER_CACHE", tempfile.mkdtemp())
+    main()
