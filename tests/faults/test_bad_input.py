@@ -177,3 +177,16 @@ def test_a_full_disk_while_simulating(stoker: Run, small_disk: Path, monkeypatch
     assert code == 1
     assert "disk is full" in text
     assert list(small_disk.iterdir()) == []
+
+
+def test_a_target_that_is_missing_is_named_with_its_event(stoker: Run, own_events: Path) -> None:
+    path = own_events / "train_meta.parquet"
+    table = pq.read_table(path)
+    angles = table.column("zenith").to_pylist()
+    angles[5] = None
+    at = table.schema.get_field_index("zenith")
+    pq.write_table(table.set_column(at, "zenith", pa.array(angles, pa.float64())), path)
+    code, text = stoker("train", "icecube", "--data.path", own_events)
+    assert code == 2
+    assert f"Event {table.column('event_id')[5].as_py()} in" in text
+    assert "has no zenith" in text

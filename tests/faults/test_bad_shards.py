@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -109,3 +110,23 @@ def test_a_bad_pulse_is_named_with_its_event(train: Run, own_events: Path) -> No
     assert code == 2
     assert f"Event {event}" in text
     assert "charge" in text
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"), [("sensor_id", 5160, "sensor id outside"), ("charge", -1.0, "negative")]
+)
+def test_a_bad_pulse_is_named_when_files_are_read_directly(
+    train: Run, own_events: Path, column: str, value: float, words: str
+) -> None:
+    path = own_events / "train" / "batch_1.parquet"
+    table = pq.read_table(path)
+    values = table.column(column).to_numpy().copy()
+    values[30] = value
+    at = table.schema.get_field_index(column)
+    pq.write_table(table.set_column(at, table.schema.field(at), pa.array(values, table.schema.field(at).type)), path)
+    code, text = train("--data.mode", "direct", "--data.path", own_events)
+    event = pq.read_table(own_events / "train_meta.parquet").column("event_id")[0].as_py()
+    assert code == 2
+    assert words in text
+    assert f"Event {event} in" in text
+    assert "batch_1.parquet" in text

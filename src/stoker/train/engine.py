@@ -100,8 +100,11 @@ class Engine:
     def log_interval(self, lr: float) -> None:
         """Reads and writes what happened since the last time."""
         trainer, reading = self.trainer, self.meter.read()
-        for number, loss in enumerate(reading.losses, start=self.step - len(reading.losses) + 1):
-            self.watch.look_at(number, loss)
+        first, usual = self.step - len(reading.losses) + 1, max(reading.samples)
+        for number, (loss, samples) in enumerate(zip(reading.losses, reading.samples, strict=True), start=first):
+            # The remainder at the end of an epoch may be a handful of samples, whose mean says little.
+            if 2 * samples >= usual:
+                self.watch.look_at(number, loss)
         trainer.log.write("step", step=self.step, **self._place(), lr=lr, **reading.event())
         trainer.log.write("loader", step=self.step, **trainer.training.times.read())
         for news in trainer.quarantine.take_news():

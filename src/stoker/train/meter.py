@@ -13,6 +13,7 @@ from stoker.train.step import StepResult
 @dataclass(frozen=True)
 class Reading:
     losses: list[float]  # of each step
+    samples: list[int]  # of each step
     loss: float  # mean over samples
     norm: float  # of the last step's gradient
     bad: int
@@ -50,6 +51,7 @@ class Meter:
         mean = float((rows[:, 0].nan_to_num() * weight).sum() / weight.sum()) if weight.sum() > 0 else float("nan")
         return Reading(
             losses=rows[:, 0].tolist(),
+            samples=list(self._samples),
             loss=mean,
             norm=rows[-1, 1].item(),
             bad=int(rows[:, 2].sum().item()),

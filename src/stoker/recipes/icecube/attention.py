@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Tokens a kernel's program takes: small where segments are short, measured on an H200 (benchmarks/attention.py).
+# Tokens that a program of the kernels takes: few where segments are short, as those of pulses by DOM are.
 SHORT, LONG = 32, 64
 
 
@@ -139,7 +139,8 @@ class EncoderLayer(nn.Module):
     """Pre-norm attention and feed-forward over segments.
 
     Without biases, and norms without weights: the next matrix can learn what they would, and their gradients are sums over
-    all tokens that took a tenth of a step.
+    all tokens, which took 7 % of a step on an H200. Squared ReLU, because an error function keeps a GPU busier than the
+    memory it waits for.
     """
 
     def __init__(self, width: int, heads: int, expansion: float, dropout: float) -> None:
@@ -154,5 +155,5 @@ class EncoderLayer(nn.Module):
     def forward(self, tokens: Tensor, segments: Segments, bias: Bias | None = None) -> Tensor:  # (T, C)
         qkv = self.qkv(self.norm(tokens)).view(len(tokens), 3, self.heads, -1)
         tokens = tokens + self.dropout(self.mix(attend(qkv, segments, bias).reshape(tokens.shape)))
-        fed: Tensor = self.narrow(F.gelu(self.widen(self.norm(tokens))))
+        fed: Tensor = self.narrow(F.relu(self.widen(self.norm(tokens))).square())
         return torch.add(tokens, self.dropout(fed))

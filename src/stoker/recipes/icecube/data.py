@@ -1,6 +1,6 @@
 """Where the events of a run come from: read directly, packed, or resident on the GPU, as the configuration says."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,7 +27,7 @@ from stoker.data.window import WindowSource
 from stoker.errors import UserError
 from stoker.recipe import RunConfig, RunData
 from stoker.recipes.icecube import events
-from stoker.recipes.icecube.batch import AUXILIARY, FIRST_OF_DOM, HostBatch, collate
+from stoker.recipes.icecube.batch import AUXILIARY, FIRST_OF_DOM, EventBatch, HostBatch, collate
 from stoker.recipes.icecube.resident import ResidentEvents
 from stoker.recipes.icecube.simulate import simulate
 from stoker.settings import AlsoCalled, config
@@ -123,6 +123,15 @@ def open_all(run: RunConfig) -> AllEvents:
         opened = _Opened(source, table, "direct", grouped=False, root=root)
     quarantine = Quarantine(opened.table, "stop")
     return AllEvents(opened.table, _stages(opened, run.loader, quarantine), opened.source.where, cache_bytes)
+
+
+def load_rows(stages: Sequence[Stage], rows: Indices, device: torch.device) -> EventBatch:
+    """These events as one batch on the device, in the order of their rows."""
+    value: Any = MicroBatch(np.sort(rows), 0, 0)
+    for stage in stages:
+        value = stage.run(value)
+    batch: EventBatch = value.to(device)
+    return batch
 
 
 def data_root(run: RunConfig) -> Path:

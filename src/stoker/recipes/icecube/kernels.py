@@ -40,7 +40,7 @@ def _interval(where, row, col, row_inside, col_inside, knots: tl.constexpr, per_
 def _bias(place, table, knots: tl.constexpr):  # type: ignore[no-untyped-def]
     """Piecewise linear between the knots."""
     bias = tl.zeros_like(place)
-    for knot in tl.static_range(knots):
+    for knot in range(knots):
         bias += tl.load(table + knot).to(tl.float32) * tl.maximum(1.0 - tl.abs(place - knot), 0.0)
     return bias
 
@@ -169,7 +169,7 @@ def _attend_backward_kernel(  # type: ignore[no-untyped-def]
             d_given = weight * (d_weight - other_delta[None, :])
             d_key += tl.dot(d_given.to(other_query.dtype), other_query, input_precision=EXACT)
             if KNOTS > 0:
-                for knot in tl.static_range(KNOTS):
+                for knot in range(KNOTS):
                     hat = tl.maximum(1.0 - tl.abs(place - knot), 0.0)
                     d_knots += tl.where(tl.arange(0, R) == knot, tl.sum(tl.sum(d_score * hat, 1), 0), 0.0)
         # Scores were scaled for exp2; their gradient is that of natural scores.
@@ -316,8 +316,10 @@ def _precision(tensor: Tensor) -> str:
     return "ieee" if tensor.dtype == torch.float32 else "tf32"  # tf32 is ignored where numbers have 16 bits
 
 
+# Of blocks of 16 to 128 tokens and tiles of 16 to 64, with 1 to 8 warps, these were the fastest on an H200, forward and
+# backward together, with the pulses of 4,096 events by DOM (blocks of 32) and their DOMs by event (blocks of 64).
 def _tile(block: int) -> int:
-    return block
+    return block // 2
 
 
 def _warps(block: int) -> int:

@@ -17,11 +17,11 @@ import torch
 
 from stoker import console
 from stoker.data.loader import Loader
-from stoker.data.plan import MicroBatch
 from stoker.data.samples import SampleTable
 from stoker.files import write_bytes, write_json
 from stoker.recipes.icecube.baselines import line_fit
 from stoker.recipes.icecube.batch import EventBatch
+from stoker.recipes.icecube.data import load_rows
 from stoker.recipes.icecube.losses import angle_between, region_angle
 from stoker.recipes.icecube.perturb import CHANGES
 from stoker.recipes.icecube.plots import draw_plots
@@ -196,14 +196,6 @@ def _robustness(
                 changed = CHANGES[name](batch, generator) if name in CHANGES else batch
                 errors[name].append(angle_between(task.predict(changed)[:, :3], changed.direction))
     return {name: float(torch.cat(parts).double().mean()) for name, parts in errors.items()}
-
-
-def load_rows(stages: Any, rows: npt.NDArray[np.int64], device: torch.device) -> EventBatch:
-    value: Any = MicroBatch(np.sort(rows), 0, 0)
-    for stage in stages:
-        value = stage.run(value)
-    batch: EventBatch = value.to(device)
-    return batch
 
 
 def _spread(error: Numbers) -> dict[str, float]:
