@@ -1,11 +1,17 @@
 """Data that several tests read: a small simulated set, made once a test process and never written to."""
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # read when Triton is imported, which any test may be the first to do
 
 from stoker.recipes.icecube.simulate import simulate
 

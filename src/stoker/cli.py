@@ -73,16 +73,35 @@ class Pack:
     out: Positional[Path]  # folder to make
     shuffled: int | None = None  # seed: write the samples in a random order, for disks that only read forward
     threads: int | None = None  # default: one a core, at most 8
+    short_side: int | None = None  # of images: shrink larger ones so that their shorter side has this many pixels
+    quality: int | None = None  # of shrunk images, 1 to 100; default 90
+    keep: Flag = False  # of images: the original bytes, which is the default
+    max_classes: int | None = None  # of images: only so many classes
+    max_per_class: int | None = None  # of images: only so many training images of each class
     verify: Flag = False  # compare every value with the source afterwards, or of a store that exists
     json: Flag = False  # print the result as JSON
 
     def run(self, overrides: list[str]) -> int:
         _no_overrides("pack", overrides)
+        if self.keep and (self.short_side or self.quality):
+            raise UserError(
+                "--keep packs the original bytes; --short-side and --quality shrink them. Use one or the other."
+            )
         from stoker import launch
+        from stoker.recipe import PackRequest
 
-        result = launch.pack_data(
-            self.recipe, self.source, self.out, shuffled=self.shuffled, threads=self.threads, verify=self.verify
+        names = (
+            "source",
+            "out",
+            "shuffled",
+            "threads",
+            "verify",
+            "short_side",
+            "quality",
+            "max_classes",
+            "max_per_class",
         )
+        result = launch.pack_data(self.recipe, PackRequest(**{name: getattr(self, name) for name in names}))
         text = "\n".join(
             f"{key.replace('_', ' ')}: {value:,}" if isinstance(value, int) else f"{key}: {value}"
             for key, value in result.items()
@@ -159,8 +178,9 @@ class Predict:
     """Answer for new samples with a checkpoint of a run, and write the answers to a file. Goes on where it was stopped."""
 
     path: Positional[Path]  # a run folder
-    data: Path | None = None  # the samples; default: those that the run was given
-    out: Path | None = None  # file to make; its ending chooses the format; default: submission.csv
+    inputs: Positional[Path | None] = None  # the samples: a data set, an image, a folder of images
+    data: Path | None = None  # the same; default: those that the run was given
+    out: Path | None = None  # file to make; its ending chooses the format
     checkpoint: str = "best"  # best, last, or the path of a checkpoint
     weights: Literal["auto", "raw", "ema"] = "auto"  # auto takes averaged weights where there are any
     json: Flag = False  # print the result as JSON
@@ -168,10 +188,34 @@ class Predict:
     def run(self, overrides: list[str]) -> int:
         from stoker import launch
 
-        result = launch.predict(self.path, self.data, self.out, self.checkpoint, self.weights, overrides)
+        if self.inputs is not None and self.data is not None:
+            raise UserError(f"What to predict was given twice: {self.inputs} and --data {self.data}.")
+        source = self.inputs or self.data
+        result = launch.predict(self.path, source, self.out, self.checkpoint, self.weights, overrides)
         if int(os.environ.get("RANK", 0)) == 0:
             text = "\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in result.items())
             _print_result(result, text, as_json=self.json)
+        return 0
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write the model of a checkpoint as one file for other programs (ONNX), and check that it gives the same answers."""
+
+    path: Positional[Path]  # a run folder
+    out: Path  # file to make, ending in .onnx
+    data: Path | None = None  # samples to check with: an image or a folder; default: the run's validation samples
+    checkpoint: str = "best"  # best, last, or the path of a checkpoint
+    weights: Literal["auto", "raw", "ema"] = "auto"  # auto takes averaged weights where there are any
+    json: Flag = False  # print the result as JSON
+
+    def run(self, overrides: list[str]) -> int:
+        _no_overrides("export", overrides)
+        from stoker import launch
+
+        result = launch.export(self.path, self.out, self.data, self.checkpoint, self.weights)
+        text = "\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in result.items())
+        _print_result(result, text, as_json=self.json)
         return 0
 
 
@@ -210,7 +254,8 @@ class Config:
         found = launch.resolve_target(self.target, overrides)
         values = {key: str(value) if isinstance(value, Path) else value for key, value in settings.leaves(found.config)}
         listing = {key: {"value": value, "origin": found.origins[key]} for key, value in values.items()}
-        _print_result(listing, settings.as_yaml(found.config, found.origins).rstrip(), as_json=self.json)
+        notes = "".join(f"# {note}\n" for note in found.notes)
+        _print_result(listing, notes + settings.as_yaml(found.config, found.origins).rstrip(), as_json=self.json)
         return 0
 
 
@@ -222,6 +267,7 @@ COMMANDS: dict[str, Any] = {
     "fork": Fork,
     "evaluate": Evaluate,
     "predict": Predict,
+    "export": Export,
     "runs": Runs,
     "config": Config,
 }

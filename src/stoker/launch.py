@@ -7,9 +7,9 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from stoker.data.samples import Subset
 from stoker.data.stages import Stage
 from stoker.data.store import is_store, open_store
 from stoker.errors import MachineError, UserError
-from stoker.files import write_bytes
-from stoker.recipe import Recipe, RunConfig, RunData, Trained
+from stoker.files import write_bytes, write_json
+from stoker.recipe import PackRequest, Recipe, RunConfig, RunData, Trained
 from stoker.runs.events import EventLog, read_events
 from stoker.runs.folder import RunFolder, create_run, open_run, record_environment
 from stoker.settings import Layer
@@ -41,7 +41,7 @@ from stoker.train.trackers import open_tracker
 
 # Keys that change how fast or where a run goes, and never its numbers: they may differ when it is resumed.
 HARMLESS = ("run.name", "run.folder", "loader.threads", "loader.look_ahead", "loader.ram_bytes", "loader.stuck_after_s")
-BUILT_IN = {"icecube": "stoker.recipes.icecube.recipe:RECIPE"}
+BUILT_IN = {"icecube": "stoker.recipes.icecube.recipe:RECIPE", "imagenet": "stoker.recipes.imagenet.recipe:RECIPE"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Target:
     recipe: Recipe
     config: RunConfig
     origins: dict[str, str]  # where each value came from
+    notes: Sequence[str] = ()  # of the preset
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def resolve_target(target: str, overrides: list[str]) -> Target:
     recipe, preset = _find_recipe(base)
     layers.append(Layer("the command line", settings.parse_overrides(overrides)))
     config, origins = settings.resolve(recipe.presets[preset](), layers)
-    return Target(recipe, config, settings.default_origins(config, f"preset {recipe.name}:{preset}", origins))
+    origins = settings.default_origins(config, f"preset {recipe.name}:{preset}", origins)
+    return Target(recipe, config, origins, recipe.notes.get(preset, ()))
 
 
 def start(target: Target, *, init_from: Path | None = None, allow_partial: bool = False) -> Outcome:
@@ -150,8 +152,25 @@ def predict(path: Path, source: Path | None, out: Path | None, which: str, weigh
         raise UserError(f"The recipe {target.recipe.name} has no predictions to make.")
     with _joined(target.config) as ranks:
         torch.manual_seed(target.config.run.seed)
-        task, device = target.recipe.build_task(target.config), choose_device(target.config.run.device, ranks.local)
-        return target.recipe.predict(_trained(run, target, task, device, which, weights, ranks), out)
+        model = _rebuilt(run, target, which, weights, ranks)
+        return target.recipe.predict(model, out)
+
+
+def export(path: Path, out: Path, samples: Path | None, which: str, weights: str) -> Any:
+    """The model of a checkpoint as one file for other programs, checked against PyTorch."""
+    run = open_run(path)
+    target = _for_use(run, ["--run.device", "cpu"], "an export")
+    if target.recipe.export is None:
+        raise UserError(f"The recipe {target.recipe.name} has no export.")
+    with _joined(target.config) as ranks:
+        return target.recipe.export(_rebuilt(run, target, which, weights, ranks), out, samples)
+
+
+def _rebuilt(run: RunFolder, target: Target, which: str, weights: str, ranks: Ranks) -> Trained:
+    """The trained model of a run, without opening the data it was trained on where the recipe can do without."""
+    rebuild, device = target.recipe.rebuild_task, choose_device(target.config.run.device, ranks.local)
+    task = rebuild(target.config, run.path) if rebuild else target.recipe.build_task(target.config)
+    return _trained(run, target, task, device, which, weights, ranks)
 
 
 def _for_use(run: RunFolder, overrides: list[str], what: str) -> Target:
@@ -187,30 +206,38 @@ def _unused(folder: Path) -> Path:
     return chosen
 
 
-def pack_data(
-    recipe_name: str, source: Path, out: Path, *, shuffled: int | None, threads: int | None, verify: bool
-) -> dict[str, Any]:
+def pack_data(recipe_name: str, request: PackRequest) -> Mapping[str, Any]:
     """Packs a data set, or this process's share of it under torchrun or in a Slurm array."""
     recipe, _ = _find_recipe(recipe_name)
-    if shuffled is not None and shuffled < 0:
-        raise UserError(f"--shuffled is {shuffled}; a seed is 0 or more.")
-    num_threads = threads or LoaderConfig().num_threads
-    packing = recipe.packing(source, shuffled, num_threads)
+    if request.shuffled is not None and request.shuffled < 0:
+        raise UserError(f"--shuffled is {request.shuffled}; a seed is 0 or more.")
     rank, num_ranks = pack.ranks_from_environment()
-    if verify and is_store(out):
-        store = open_store(out)
+    request = replace(request, rank=rank, num_ranks=num_ranks)
+    if recipe.pack is not None:
+        return recipe.pack(request)
+    for name in ("short_side", "quality", "max_classes", "max_per_class"):
+        if getattr(request, name) is not None:
+            raise UserError(
+                f"--{name.replace('_', '-')} is for images; the recipe {recipe.name} packs nothing of the kind."
+            )
+    num_threads = request.threads or LoaderConfig().num_threads
+    if recipe.packing is None:
+        raise UserError(f"The recipe {recipe.name} has nothing to pack.")
+    packing = recipe.packing(request.source, request.shuffled, num_threads)
+    if request.verify and is_store(request.out):
+        store = open_store(request.out)
     else:
-        packed = pack.pack(out, packing, threads=num_threads, rank=rank, num_ranks=num_ranks)
+        packed = pack.pack(request.out, packing, threads=num_threads, rank=rank, num_ranks=num_ranks)
         if packed is None:
-            return {"path": str(out), "state": "other ranks are still at work"}
+            return {"path": str(request.out), "state": "other ranks are still at work"}
         store = packed
     result: dict[str, Any] = {
-        "path": str(out),
+        "path": str(request.out),
         "samples": len(store.table),
         "rows": store.num_rows,
         "bytes": store.num_bytes,
     }
-    if verify:
+    if request.verify:
         result["values_verified"] = pack.verify(store, packing, num_threads)
     return result
 
@@ -256,8 +283,18 @@ def build_parts(recipe: Recipe, config: RunConfig, ranks: Ranks) -> Parts:
     torch.manual_seed(config.run.seed + 1_000_003 * ranks.rank)
     return Parts(
         task=task,
-        training=_loader(data, data.training, data.order(data.training), config, device, ranks),
-        validation=_loader(data, data.validation, lambda seed, epoch: StorageOrder(), config, device, ranks),
+        training=_loader(
+            data, data.training, data.order(data.training), data.stages, config, device, ranks, data.repeated
+        ),
+        validation=_loader(
+            data,
+            data.validation,
+            lambda seed, epoch: StorageOrder(),
+            data.validation_stages or data.stages,
+            config,
+            device,
+            ranks,
+        ),
         device=device,
         data=data,
     )
@@ -267,9 +304,11 @@ def _loader(
     data: RunData,
     subset: Subset,
     order: Callable[[int, int], Order],
+    stages: Sequence[Stage],
     config: RunConfig,
     device: torch.device,
     ranks: Ranks,
+    repeated: bool = False,
 ) -> Loader[Any]:
     loader = config.loader
     plan = Plan(
@@ -280,11 +319,12 @@ def _loader(
         batch_cost=loader.batch_cost,
         micro_cost=loader.micro_cost,
         sample_cost=loader.sample_cost,
+        repeated=repeated,
     )
     pinned = [Stage("pin", lambda batch: batch.pin())] if device.type == "cuda" else []
     return Loader(
         plan,
-        [*data.stages, *pinned],
+        [*stages, *pinned],
         loader,
         rank=ranks.rank,
         num_ranks=ranks.count,
@@ -333,6 +373,8 @@ def _run(
             settings=values,
             ranks=ranks,
         )
+        for name, content in parts.data.keep.items() if ranks.is_first else ():
+            write_json(run.path / name, content)
         engine = Engine(trainer, config.run.seed)
         if resume_from is not None:
             engine.restore(checkpoint.read_checkpoint(resume_from), str(resume_from))
@@ -367,6 +409,7 @@ def _introduce(
         ranks=engine.trainer.ranks.count,
     )
     console.say(f"run folder: {run.path}")
+    console.say(engine.lr_rule)
     console.say(chart(config, engine.total))
     _report_shuffle(log, parts.training, engine.position.seed)
 

@@ -1,7 +1,7 @@
 """What a recipe is: a configuration with presets, data, and a task. Built-in recipes and a user's own look the same."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -57,6 +57,26 @@ class RunData:
     description: Mapping[str, Any]  # goes into the events
     bytes_per_cost: float  # host memory that a unit of cost needs on its way
     cache_bytes: int = 0  # of the RAM budget that the source keeps for itself
+    validation_stages: Sequence[Stage] | None = None  # where they differ from those of training
+    repeated: bool = False  # the training order names samples several times
+    keep: Mapping[str, Any] = field(default_factory=dict)  # name -> JSON that goes into the run's folder
+
+
+@dataclass(frozen=True)
+class PackRequest:
+    """Words of `stoker pack`."""
+
+    source: Path
+    out: Path
+    shuffled: int | None = None
+    threads: int | None = None
+    verify: bool = False
+    short_side: int | None = None
+    quality: int | None = None
+    max_classes: int | None = None
+    max_per_class: int | None = None
+    rank: int = 0
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -77,9 +97,17 @@ class Recipe:
     presets: Mapping[str, Callable[[], RunConfig]]  # the first one is used when none is named
     open_data: Callable[[RunConfig, torch.device], RunData]
     build_task: Callable[[RunConfig], Task]
-    packing: Callable[[Path, int | None, int], Packing]  # (data set, seed of a random order, threads) -> what to pack
+    # (data set, seed of a random order, threads) -> what to pack; None where `pack` does it
+    packing: Callable[[Path, int | None, int], Packing] | None
     result_table: Callable[[Mapping[str, float]], list[tuple[str, ...]]]  # heading, then rows, for people
     # An evaluation in depth, written into a folder: (model, data, loader of the validation samples, folder).
     report: Callable[[Trained, RunData, Loader[Any], Path], Mapping[str, Any]] | None = None
     # Answers for a data set (data.path of the model's configuration), written to a file; returns what to tell.
     predict: Callable[[Trained, Path | None], Mapping[str, Any]] | None = None
+    # The task of a run from its folder alone, for uses that do not need its data; None: from the configuration.
+    rebuild_task: Callable[[RunConfig, Path], Task] | None = None
+    # The model as one file, with its check: (model, output, samples to check with).
+    export: Callable[[Trained, Path, Path | None], Mapping[str, Any]] | None = None
+    # Packs in its own way instead of `packing`: (what was asked for).
+    pack: Callable[[PackRequest], Mapping[str, Any]] | None = None
+    notes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of presets: command, time, accuracy, departures

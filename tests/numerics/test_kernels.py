@@ -1,7 +1,6 @@
 """Kernels against the plain path in float64, on the CPU by Triton's interpreter; tests/gpu repeats it on a real GPU."""
 
 import math
-import os
 
 import pytest
 import torch
@@ -11,11 +10,6 @@ from stoker.recipes.icecube.attention import Bias, Segments, attend, segment_mea
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels instead")
 LAYOUTS = [[1] * 40, [0, 3, 0, 1, 1, 33, 2, 0], [70, 1, 130], [5] * 13, [200], [0, 0]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreted() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels.py is imported, which nothing else does on a CPU
 
 
 def random_bias(tokens: int, heads: int, generator: torch.Generator) -> Bias:

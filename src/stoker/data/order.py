@@ -33,6 +33,18 @@ class StorageOrder:
         return np.arange(start, stop, dtype=np.int64)
 
 
+class RepeatedOrder:
+    """Each sample of another order several times in a row: repeated augmentation. An epoch stays as long as it was."""
+
+    def __init__(self, order: Order, repeats: int) -> None:
+        self._order, self._repeats = order, repeats
+
+    def take(self, start: int, stop: int) -> Indices:
+        first = start // self._repeats
+        once = self._order.take(first, -(-stop // self._repeats))
+        return once[np.arange(start, stop) // self._repeats - first]
+
+
 class ExactOrder:
     """A random permutation of 0 .. num_samples - 1."""
 

@@ -45,6 +45,7 @@ class MicroBatch:
     seed: int
     epoch: int
     cost: int = 0
+    copies: Indices | None = None  # which copy of its sample each row is, where samples come several times a step
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Plan:
     batch_cost: int | None = None  # cost a step
     micro_cost: int | None = None  # most cost in a micro-batch; None: one micro-batch a rank
     sample_cost: int | None = None  # a sample that costs more is thinned to this
+    repeated: bool = False  # the order names samples several times
 
     def __post_init__(self) -> None:
         if (self.batch_size is None) == (self.batch_cost is None):
@@ -99,11 +101,13 @@ class Plan:
             if self.micro_cost is None or num_ranks * each >= len(costs) or spent.max() <= self.micro_cost:
                 break
             each += 1
-        dealt = [
+        dealt = []
+        for number, cost in enumerate(spent):
+            mine = np.flatnonzero(bins == number)
             # In the order of storage: the same sum of gradients, and reads that only go forward.
-            MicroBatch(np.sort(step.rows[bins == number]), step.before.seed, step.before.epoch, int(cost))
-            for number, cost in enumerate(spent)
-        ]
+            mine = mine[np.argsort(step.rows[mine], kind="stable")]
+            copies = occurrences(step.rows)[mine] if self.repeated else None
+            dealt.append(MicroBatch(step.rows[mine], step.before.seed, step.before.epoch, int(cost), copies))
         return [dealt[rank::num_ranks] for rank in range(num_ranks)]
 
     def _next_rows(self, order: Order, start: int) -> Indices:
@@ -122,6 +126,15 @@ class Plan:
         """From a fixed sample of the subset: reading every cost would touch the whole table."""
         size = min(len(self), 4096)
         return float(self.costs(self.subset.rows(np.linspace(0, len(self) - 1, size).astype(np.int64))).mean())
+
+
+def occurrences(rows: Indices) -> Indices:
+    """How often each row came before in the list."""
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    counted = np.empty(len(rows), np.int64)
+    counted[order] = np.arange(len(rows)) - np.searchsorted(ordered, ordered)
+    return counted
 
 
 class _InStretches:

@@ -12,10 +12,10 @@ class TrainConfig:
     epochs: Annotated[int, Field(ge=1), AlsoCalled("num_epochs", "max_epochs")] = 1
     steps: Annotated[int, Field(ge=1), AlsoCalled("max_steps")] | None = None  # stop here, if before the last epoch
 
-    optimizer: Annotated[Literal["adamw", "sgd"], AlsoCalled("optim")] = (
-        "adamw"  # both fused; sgd with Nesterov momentum
-    )
+    optimizer: Annotated[Literal["adamw", "sgd", "lamb"], AlsoCalled("optim")] = "adamw"  # sgd with Nesterov momentum
     lr: Annotated[float, Field(gt=0), AlsoCalled("learning_rate")] = 1e-3  # highest rate of the schedule
+    lr_batch: Annotated[int, Field(ge=1)] | None = None  # samples a step that lr is stated for; None: used as it is
+    lr_rule: Literal["linear", "sqrt"] = "linear"  # how lr grows with the number of samples a step beyond lr_batch
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of sgd
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of adamw
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999

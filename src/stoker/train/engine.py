@@ -25,6 +25,7 @@ from stoker.train.meter import Meter, device_line
 from stoker.train.optim import build_optimizer
 from stoker.train.parallel import Ranks
 from stoker.train.precision import resolve_precision, use_tf32
+from stoker.train.schedule import scaled_lr
 from stoker.train.step import Stepper, StepResult
 from stoker.train.task import Task
 
@@ -49,7 +50,8 @@ class Trainer:
 
 class Engine:
     def __init__(self, trainer: Trainer, seed: int) -> None:
-        config, task = trainer.config, trainer.task
+        lr, self.lr_rule = scaled_lr(trainer.config, trainer.training.plan.batch_size)
+        config, task = dataclasses.replace(trainer.config, lr=lr), trainer.task
         use_tf32(config.tf32)
         self.trainer, self.config, self.task = trainer, config, task
         self.model = task.model.to(trainer.device).train()
@@ -57,7 +59,8 @@ class Engine:
         self.optimizer = build_optimizer(self.model, config)
         self.stepper = Stepper(task, self.optimizer, config, self.precision, trainer.device)
         if config.compile:
-            self.model.compile(dynamic=True)
+            # Ragged batches have a shape of their own each; others compile once for theirs.
+            self.model.compile(dynamic=getattr(task, "dynamic_shapes", True))
         self.step, self.position = 0, Position(seed)
         self.limit = config.steps
         self.total = total_steps(config, trainer.training)  # an estimate where steps are cut by cost

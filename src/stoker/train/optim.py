@@ -1,4 +1,6 @@
-"""Optimizers: fused AdamW and SGD, able to skip a step on the device, without decay on norms, biases and embeddings."""
+"""Optimizers: fused AdamW and SGD, and LAMB; able to skip a step on the device, no decay on norms, biases, embeddings."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,8 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     groups = [group for group in groups if group["params"]]
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    if config.optimizer == "lamb":
+        return Lamb(groups, lr=config.lr, betas=(config.beta1, config.beta2))
     nesterov = config.momentum > 0
     optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=True)
     # Zeros from the start: fused SGD leaves a buffer uninitialised if the very first step is skipped.
@@ -22,6 +26,52 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         for parameter in group["params"]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
+
+
+class Lamb(torch.optim.Optimizer):
+    """Adam whose step of each parameter is as long as the parameter, times the rate (arXiv:1904.00962).
+
+    Parameters without weight decay (norms, biases) take plain Adam steps. Like the fused optimizers it looks at `found_inf`
+    on the device and changes nothing where that is 1.
+    """
+
+    found_inf: Tensor
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float = 1e-6) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {
+                    "step": torch.zeros((), device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        keep = 1 - self.found_inf  # 0 where the step is bad: nothing moves, moments neither
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._update(parameter, group, keep)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any], keep: Tensor) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        assert parameter.grad is not None
+        gradient = torch.where(keep > 0, parameter.grad, torch.zeros_like(parameter.grad))
+        state["step"].add_(keep)
+        state["exp_avg"].lerp_(gradient, (1 - beta1) * keep)
+        state["exp_avg_sq"].mul_(1 - (1 - beta2) * keep).addcmul_(gradient * keep, gradient, value=1 - beta2)
+        correction1, correction2 = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
+        update = (state["exp_avg"] / correction1.clamp_min(1e-12)) / (
+            (state["exp_avg_sq"] / correction2.clamp_min(1e-12)).sqrt() + group["eps"]
+        )
+        decay = group["weight_decay"]
+        if decay:
+            update = update + decay * parameter
+            length, step = parameter.norm(), update.norm()
+            trust = torch.where((length > 0) & (step > 0), length / step.clamp_min(1e-12), torch.ones_like(length))
+            update = update * trust
+        parameter.sub_(group["lr"] * keep * update)
 
 
 def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -2,12 +2,30 @@
 
 import math
 
+from stoker.errors import UserError
 from stoker.train.config import TrainConfig
 
 
 def lr_at(config: TrainConfig, step: int, total_steps: int) -> float:
     """The rate of step `step`, counted from 0, of a run of `total_steps`."""
     return config.lr * _share(config, step, total_steps)
+
+
+def scaled_lr(config: TrainConfig, batch_size: int | None) -> tuple[float, str]:
+    """The highest rate for steps of `batch_size` samples over all ranks, and the rule that led to it."""
+    if config.lr_batch is None:
+        return config.lr, f"learning rate {config.lr:g}, as given"
+    if batch_size is None:
+        raise UserError(
+            "train.lr_batch states the rate for a number of samples a step, and this run cuts steps by cost."
+        )
+    ratio = batch_size / config.lr_batch
+    factor = ratio if config.lr_rule == "linear" else math.sqrt(ratio)
+    lr = config.lr * factor
+    return (
+        lr,
+        f"learning rate {lr:g}: {config.lr:g} for {config.lr_batch} samples a step, {config.lr_rule} to {batch_size}",
+    )
 
 
 def chart(config: TrainConfig, total_steps: int, width: int = 60, height: int = 6) -> str:

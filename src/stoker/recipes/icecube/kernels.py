@@ -20,7 +20,7 @@ LOG2_E = math.log2(math.e)
 
 
 @triton.jit
-def _interval(where, row, col, row_inside, col_inside, knots: tl.constexpr, per_unit):  # type: ignore[no-untyped-def]
+def _interval(where, row, col, row_inside, col_inside, knots: tl.constexpr, per_unit):
     """(M, N) place on the axis of knots of the signed space-time interval between tokens: time-like to the right."""
     square = tl.zeros([row.shape[0], col.shape[0]], tl.float32)
     for axis in tl.static_range(4):
@@ -37,7 +37,7 @@ def _interval(where, row, col, row_inside, col_inside, knots: tl.constexpr, per_
 
 
 @triton.jit
-def _bias(place, table, knots: tl.constexpr):  # type: ignore[no-untyped-def]
+def _bias(place, table, knots: tl.constexpr):
     """Piecewise linear between the knots."""
     bias = tl.zeros_like(place)
     for knot in range(knots):
@@ -46,7 +46,7 @@ def _bias(place, table, knots: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _attend_kernel(  # type: ignore[no-untyped-def]
+def _attend_kernel(
     qkv, out, lse, start, end, where, table, num_tokens, scale, per_unit,
     H: tl.constexpr, C: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KNOTS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -92,9 +92,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _delta_kernel(  # type: ignore[no-untyped-def]
-    out, d_out, delta, num_tokens, H: tl.constexpr, C: tl.constexpr, M: tl.constexpr
-):
+def _delta_kernel(out, d_out, delta, num_tokens, H: tl.constexpr, C: tl.constexpr, M: tl.constexpr):
     """Sum over channels of the output times its gradient."""
     head = tl.program_id(1)
     row = tl.program_id(0) * M + tl.arange(0, M)
@@ -106,7 +104,7 @@ def _delta_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _attend_backward_kernel(  # type: ignore[no-untyped-def]
+def _attend_backward_kernel(
     qkv, d_out, lse, delta, d_qkv, d_table, start, end, where, table, num_tokens, scale, per_unit,
     H: tl.constexpr, C: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KNOTS: tl.constexpr, R: tl.constexpr,
     EXACT: tl.constexpr,
@@ -182,9 +180,7 @@ def _attend_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mean_kernel(  # type: ignore[no-untyped-def]
-    values, offsets, out, num_channels, R: tl.constexpr, C: tl.constexpr
-):
+def _mean_kernel(values, offsets, out, num_channels, R: tl.constexpr, C: tl.constexpr):
     segment = tl.program_id(0).to(tl.int64)
     begin, stop = tl.load(offsets + segment), tl.load(offsets + segment + 1)
     channel = tl.arange(0, C)
@@ -252,12 +248,12 @@ def _(
     return torch.empty_like(qkv), qkv.new_empty(qkv.shape[2] if knots else 0, knots, dtype=torch.float32)
 
 
-def _save_attend(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _save_attend(ctx, inputs, output):
     qkv, start, end, where, table, ctx.per_unit, ctx.block = inputs
     ctx.save_for_backward(qkv, *output, start, end, where, table)
 
 
-def _attend_gradient(ctx, d_out, _):  # type: ignore[no-untyped-def]
+def _attend_gradient(ctx, d_out, _):
     qkv, out, lse, start, end, where, table = ctx.saved_tensors
     d_qkv, d_table = _attend_backward(d_out, qkv, out, lse, start, end, where, table, ctx.per_unit, ctx.block)
     return d_qkv, None, None, None, None if table is None else d_table.to(table.dtype), None, None
@@ -282,11 +278,11 @@ def _(values: Tensor, offsets: Tensor, number: Tensor) -> Tensor:
     return values.new_empty(offsets.shape[0] - 1, values.shape[1])
 
 
-def _save_mean(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _save_mean(ctx, inputs, output):
     ctx.save_for_backward(*inputs[1:])
 
 
-def _mean_gradient(ctx, d_out):  # type: ignore[no-untyped-def]
+def _mean_gradient(ctx, d_out):
     offsets, number = ctx.saved_tensors
     return (d_out / offsets.diff().clamp_min(1)[:, None])[number].to(d_out.dtype), None, None
 

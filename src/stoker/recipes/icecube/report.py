@@ -24,7 +24,6 @@ from stoker.recipes.icecube.batch import EventBatch
 from stoker.recipes.icecube.data import load_rows
 from stoker.recipes.icecube.losses import angle_between, region_angle
 from stoker.recipes.icecube.perturb import CHANGES
-from stoker.recipes.icecube.plots import draw_plots
 from stoker.recipes.icecube.task import DirectionTask
 from stoker.recipes.icecube.track_fit import track_fit
 from stoker.train.evaluate import collect, inference
@@ -88,6 +87,8 @@ def report(
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "report.json", result)
     write_bytes(folder / "report.md", as_text(result).encode())
+    from stoker.recipes.icecube.plots import draw_plots  # Matplotlib takes a second to come
+
     draw_plots(values, truth, result, folder)
     return result
 

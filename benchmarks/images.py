@@ -1,0 +1,191 @@
+"""How fast do images come, and does a GPU that trains ResNet-50 notice that they are JPEG?
+
+Decoding alone: class folders, packed shards and shrunk packed shards, beside torchvision's ImageFolder and DataLoader with
+as many workers as there are cores. On a GPU also whole training steps: from packed shards, and on batches that lie ready.
+"""
+
+import argparse
+import os
+import statistics
+import tarfile
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torchvision
+from end_to_end import Kept, rates
+from measure import emit, line
+
+from stoker import console
+from stoker.data.device import feed
+from stoker.data.plan import Position
+from stoker.data.samples import new_table, open_table
+from stoker.launch import Parts, build_parts, resolve_target
+from stoker.recipe import PackRequest
+from stoker.recipes.imagenet.draw import draw_set
+from stoker.recipes.imagenet.pack import pack
+from stoker.recipes.imagenet.recipe import RECIPE
+from stoker.recipes.imagenet.sources import LABELS
+from stoker.train.parallel import Ranks
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def make_folders(sample: Path | None, root: Path, times: int) -> None:
+    """Class folders with every image of the sample `times` times, as links; drawn images where there is no sample."""
+    if sample is None:
+        draw_set(root, per_class=20 * times, held_out=2, seed=0)
+        return
+    with tarfile.open(sample) as tar:
+        tar.extractall(root.parent / "sample", filter="data")
+    paths = sorted(path for path in (root.parent / "sample").rglob("*") if path.suffix.lower() in (".jpeg", ".jpg"))
+    for path in paths:
+        for part, count in (("train", times), ("val", 1)):
+            folder = root / part / path.stem
+            folder.mkdir(parents=True)
+            for number in range(count):
+                os.link(path, folder / f"{number}.jpg")
+
+
+def make_packed(folders: Path, out: Path, short_side: int | None, times: int) -> None:
+    """Packs every image once and lists it `times` times: the same work for the loader, without the copies on disk."""
+    pack(PackRequest(folders, out, short_side=short_side, quality=90 if short_side else None, max_per_class=1))
+    table = open_table(out / "samples")
+    assert table is not None
+    columns = {name: np.array(column) for name, column in table.columns.items()}
+    training = np.flatnonzero(columns["part"] == 0)
+    rows = np.concatenate([np.tile(training, times), np.flatnonzero(columns["part"] == 1)])
+    listed = {name: column[rows] for name, column in columns.items()} | {"id": np.arange(len(rows))}
+    with new_table(out / "samples", len(rows), LABELS, table.shards, f"{table.fingerprint} x {times}") as writer:
+        writer.append(listed)
+
+
+def parts_of(path: Path, device: str, *words: str) -> tuple[Any, Parts]:
+    always = [
+        "--data.path",
+        str(path),
+        "--data.check_labels",
+        "false",
+        "--run.device",
+        device,
+        "--train.log_every",
+        "10",
+    ]
+    always += ["--train.norms_every", "null", "--train.baseline_after", "null"]
+    run = resolve_target("imagenet:baseline", [*always, *words]).config
+    return run, build_parts(RECIPE, run, Ranks())
+
+
+def ours(path: Path, num_images: int, *words: str) -> float:
+    """Images/s of the loader alone: read, decode, crop, collate."""
+    _, parts = parts_of(path, "cpu", "--loader.batch_size", "64", *words)
+    steps = parts.training.batches(Position(0), 10**6)
+    next(steps)
+    seen, begin = 0, time.perf_counter()
+    for step in steps:
+        seen += step.num_samples
+        if seen >= num_images:
+            break
+    steps.close()  # type: ignore[attr-defined]
+    return seen / (time.perf_counter() - begin)
+
+
+def theirs(folders: Path, num_images: int, workers: int) -> float:
+    """The way of the manuals: PIL, random-resized crop, flip, tensor, normalise, in worker processes."""
+    from torchvision import transforms
+
+    steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+    transform = transforms.Compose([*steps, transforms.Normalize(MEAN, STD)])
+    images = torchvision.datasets.ImageFolder(folders / "train", transform)
+    loader = torch.utils.data.DataLoader(images, 64, shuffle=True, num_workers=workers)
+    seen, begin = 0, 0.0
+    for batch, _ in loader:
+        if not begin:  # from the first batch on: starting the workers is not counted
+            begin = time.perf_counter()
+            continue
+        seen += len(batch)
+        if seen >= num_images:
+            break
+    return seen / (time.perf_counter() - begin)
+
+
+def loading(folders: Path, packed: dict[str, Path], num_images: int, repeats: int) -> None:
+    cores = len(os.sched_getaffinity(0))
+    ways: dict[str, Any] = {"torchvision ImageFolder + DataLoader": lambda: theirs(folders, num_images, cores)}
+    ways["stoker, class folders"] = lambda: ours(folders, num_images)
+    for name, path in packed.items():
+        ways[f"stoker, packed {name}"] = lambda path=path: ours(path, num_images)
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            found[name].append(way())
+    base = statistics.median(found["torchvision ImageFolder + DataLoader"])
+    for name, values in found.items():
+        emit(
+            line(f"images, {name}", values, "images/s", ratio_to_torchvision=round(statistics.median(values) / base, 3))
+        )
+
+
+def training(packed: dict[str, Path], steps: int) -> None:
+    """Whole steps of ResNet-50 at 224 pixels in bf16: resident batches, then fed from each set with the same model."""
+    task, ready = None, 0.0
+    for name, path in packed.items():
+        run, parts = parts_of(path, "cuda", "--train.epochs", "1000")
+        if task is None:
+            task = parts.task
+            kept = []
+            for step in feed(parts.training.batches(Position(0), 10**6), parts.device):
+                kept.append(step)
+                if len(kept) == 20:
+                    break
+            values, _ = rates(run, parts, Kept(parts.training.plan, kept), steps)
+            ready = statistics.median(values)
+            emit(line("images, training on resident batches", values, "images/s", batch_size=256))
+        parts = replace(parts, task=task)
+        for decoders in (0, 2):
+            run, again = parts_of(path, "cuda", "--train.epochs", "1000", "--data.gpu_decoders", str(decoders))
+            again = replace(again, task=task)
+            psutil.cpu_percent()
+            try:
+                values, wait = rates(run, again, again.training, steps)
+            except Exception as error:  # a figure less, and the reason, rather than none at all
+                print(f"{name} with {decoders} GPU decoders: {type(error).__name__}: {error}")
+                continue
+            details = {
+                "of_resident": round(statistics.median(values) / ready, 4),
+                "cpu_percent": psutil.cpu_percent(),
+                "wait_share": round(wait, 4),
+                "loader": again.training.times.read(),
+                "gpu_decoders": decoders,
+            }
+            emit(line(f"images, training from packed {name}", values, "images/s", **details))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sample", type=Path, help="a tar of JPEG files; default: drawn images")
+    parser.add_argument("--times", type=int, default=200, help="how often each image of the sample is used")
+    parser.add_argument("--images", type=int, default=2000, help="images of a measurement of loading")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60, help="training steps, on a GPU")
+    options = parser.parse_args()
+    console.be_quiet()
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = Path(scratch) / "folders"
+        make_folders(options.sample, folders, options.times)
+        packed = {"original": Path(scratch) / "original", "short side 288": Path(scratch) / "shrunk"}
+        make_packed(folders, packed["original"], None, options.times)
+        make_packed(folders, packed["short side 288"], 288, options.times)
+        if torch.cuda.is_available():
+            training(packed, options.steps)
+        loading(folders, packed, options.images, options.repeats)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("STOKER_CACHE", tempfile.mkdtemp())
+    main()

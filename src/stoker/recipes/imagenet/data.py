@@ -1,0 +1,376 @@
+"""Where the images of a run come from, and how bytes become batches."""
+
+# B images of a micro-batch
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import Field
+
+from stoker import console
+from stoker.data.cache import cache_folder
+from stoker.data.order import ExactOrder, Order, RepeatedOrder, hashed
+from stoker.data.plan import MicroBatch
+from stoker.data.quarantine import Quarantine
+from stoker.data.ragged import Indices
+from stoker.data.samples import ListSubset, SampleTable, Subset
+from stoker.data.stages import Stage
+from stoker.errors import UserError
+from stoker.recipe import RunConfig, RunData
+from stoker.recipes.imagenet import crops
+from stoker.recipes.imagenet.augment import NUMBERS_OF_ERASING, Erasing, Mixing, RandAugment
+from stoker.recipes.imagenet.batch import HostImages
+from stoker.recipes.imagenet.chance import Floats, uniforms
+from stoker.recipes.imagenet.classes import ClassMap
+from stoker.recipes.imagenet.decode import JPEG, Box, Broken, Pixels, decode, decode_on_gpu, decode_part, size_of
+from stoker.recipes.imagenet.draw import draw_set
+from stoker.recipes.imagenet.probe import check_labels
+from stoker.recipes.imagenet.sources import Images, Reader, open_images, rows_of
+from stoker.settings import AlsoCalled, config
+
+# Host memory that a byte of JPEG needs on its way: itself, its pixels, and the crop.
+BYTES_PER_BYTE = 16.0
+MOST_BROKEN = 0.01  # share of the images seen that may be broken before the run stops
+
+
+@config
+class ImageNetData:
+    path: Annotated[Path, AlsoCalled("dir", "data_dir", "root")] | None = None  # None: images are drawn
+    size: Annotated[int, Field(ge=8), AlsoCalled("image_size", "img_size", "resolution")] = 224  # pixels of a side
+    first_size: Annotated[int, Field(ge=8)] | None = None  # grow from this, in steps of 32 pixels, by the epoch
+    grown_after: Annotated[float, Field(gt=0, le=1)] = 0.8  # share of the epochs after which `size` is reached
+    validation_size: Annotated[int, Field(ge=8)] | None = None  # None: `size`
+    validation_crop: Annotated[float, Field(gt=0, le=1)] = 0.875  # share of the shorter side that validation sees
+    crop: Literal["random", "shift"] = "random"  # a random part, or the whole moved by a few pixels (small images)
+    smallest_crop: Annotated[float, Field(gt=0, le=1)] = 0.08  # share of the area
+    shift: Annotated[int, Field(ge=0)] = 4  # pixels, of crop shift
+    flip: bool = True  # left and right, half of the time
+
+    rand_augment: Annotated[int, Field(ge=0)] = 0  # operations in a row
+    magnitude: Annotated[float, Field(ge=0, le=30)] = 9.0  # of 30
+    magnitude_spread: Annotated[float, Field(ge=0)] = 0.0  # standard deviation of the magnitude
+    erasing: Annotated[float, Field(ge=0, le=1)] = 0.0  # probability
+    mixup: Annotated[float, Field(ge=0)] = 0.0  # alpha of its beta distribution
+    cutmix: Annotated[float, Field(ge=0)] = 0.0
+    mix_probability: Annotated[float, Field(ge=0, le=1)] = 1.0
+    mix_switch: Annotated[float, Field(ge=0, le=1)] = 0.5  # share of cutmix where both are used
+    repeats: Annotated[int, Field(ge=1)] = 1  # augmentations of the same image a step
+
+    max_classes: Annotated[int, Field(ge=2)] | None = None  # a subset, drawn with subset_seed
+    max_per_class: Annotated[int, Field(ge=1)] | None = None  # training images of each class
+    subset_seed: Annotated[int, Field(ge=0)] = 0
+    validation: Annotated[float, Field(gt=0, lt=1)] = 0.1  # share held out, where there is no validation folder
+    gpu_decoders: Annotated[int, Field(ge=0)] = 0  # loader threads that decode on the GPU; its pixels differ slightly
+    broken: Literal["skip", "stop"] = "skip"  # what an image that cannot be decoded does; it is named either way
+    check_labels: bool = True  # a quick classifier tells before the first step whether labels of both sides agree
+
+    draw_per_class: Annotated[int, Field(ge=1)] = 500  # images drawn where there is no path
+    draw_held_out: Annotated[int, Field(ge=1)] = 60
+
+    def __post_init__(self) -> None:
+        if self.first_size is not None and self.first_size > self.size:
+            raise ValueError(f"first_size {self.first_size} is larger than size {self.size}")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Images and classes of a run, after subsets are taken."""
+
+    images: Images
+    classes: ClassMap
+    label: Indices  # of each class of the whole set, its label in the run; -1: left out
+    training: Indices  # rows
+    validation: Indices
+
+
+def open_data(run: RunConfig, device: torch.device) -> RunData:
+    chosen, config = choose(run), run.data
+    table = chosen.images.table
+    if config.check_labels:
+        check_labels(
+            chosen.images.reader, table, chosen.label, chosen.training, chosen.validation, run.loader.num_threads
+        )
+    broken = BrokenImages(chosen.images.reader, config.broken)
+    maker = _Maker(run, chosen, broken)
+
+    def of_subset(subset: Subset) -> Callable[[int, int], Order]:
+        def of_epoch(seed: int, epoch: int) -> Order:
+            order = ExactOrder(len(subset), seed, epoch)
+            return RepeatedOrder(order, config.repeats) if config.repeats > 1 else order
+
+        return of_epoch
+
+    def stages(training: bool) -> list[Stage]:
+        return [Stage("read", maker.read), Stage("decode", maker.train if training else maker.validate)]
+
+    return RunData(
+        table=table,
+        training=ListSubset(chosen.training),
+        validation=ListSubset(chosen.validation),
+        order=of_subset,
+        stages=stages(True),
+        validation_stages=stages(False),
+        where=lambda rows: ", ".join(chosen.images.reader.name(int(row)) for row in rows[:3]),
+        quarantine=Quarantine(table, run.loader.bad_shards),
+        description={
+            "path": str(data_root(run)),
+            "classes": len(chosen.classes),
+            "training": len(chosen.training),
+            "validation": len(chosen.validation),
+            "fingerprint": table.fingerprint,
+        },
+        bytes_per_cost=BYTES_PER_BYTE,
+        repeated=config.repeats > 1,
+        keep={"classes.json": list(chosen.classes.names)},
+    )
+
+
+def data_root(run: RunConfig) -> Path:
+    """The user's directory, or images drawn into the cache on first use."""
+    config = run.data
+    if config.path is not None:
+        return Path(config.path)
+    return _drawn(config.draw_per_class, config.draw_held_out, run.run.seed)
+
+
+@cache
+def _drawn(per_class: int, held_out: int, seed: int) -> Path:
+    folder = cache_folder() / "drawn" / f"images-{per_class}-{held_out}-{seed}"
+    if not folder.exists():
+        console.say(f"No data.path was given: drawing {10 * (per_class + held_out):,} images into {folder}.")
+        draw_set(folder, per_class, held_out, seed)
+    return folder
+
+
+@cache
+def _opened(root: Path) -> Images:
+    return open_images(root)
+
+
+def choose(run: RunConfig) -> Chosen:
+    config = run.data
+    return choose_images(
+        _opened(data_root(run)), config.max_classes, config.max_per_class, config.subset_seed, config.validation
+    )
+
+
+def choose_images(
+    images: Images, max_classes: int | None, max_per_class: int | None, seed: int, validation: float
+) -> Chosen:
+    classes = images.classes.chosen(max_classes, seed)
+    label = classes.labels(images.classes)
+    table = images.table
+    used = label[np.asarray(table.columns["label"])] >= 0
+    training, held = (rows[used[rows]] for rows in (rows_of(table, 0), rows_of(table, 1)))
+    if not images.has_validation:
+        drawn = hashed(np.asarray(table.columns["id"])[training].astype(np.uint64)) < np.uint64(validation * 2**64)
+        training, held = training[~drawn], training[drawn]
+    if max_per_class is not None:
+        training = _some_of_each(table, training, max_per_class, seed)
+    if not len(training) or not len(held):
+        raise UserError(
+            f"There are {len(training)} images to train on and {len(held)} to validate on: both are needed."
+        )
+    return Chosen(images, classes, label, training, held)
+
+
+def _some_of_each(table: SampleTable, rows: Indices, most: int, seed: int) -> Indices:
+    """At most so many rows of each class, drawn by a hash of their id."""
+    labels = np.asarray(table.columns["label"])[rows]
+    chance = hashed(np.asarray(table.columns["id"])[rows].astype(np.uint64) ^ np.uint64(seed * 0x9E3779B9 % 2**63))
+    order = np.lexsort((chance, labels))
+    ordered = labels[order]
+    place = np.arange(len(order)) - np.searchsorted(ordered, ordered)
+    return np.sort(rows[order[place < most]])
+
+
+def size_at(config: ImageNetData, epoch: int, epochs: int) -> int:
+    """Pixels of a side in an epoch: from first_size up, in steps of 32, and `size` from grown_after on."""
+    if config.first_size is None:
+        return config.size
+    until = max(1.0, config.grown_after * epochs)
+    share = min(1.0, epoch / until)
+    grown = config.first_size + share * (config.size - config.first_size)
+    return config.size if share >= 1 else min(config.size, int(grown // 32 * 32) or config.first_size)
+
+
+@dataclass(frozen=True)
+class _Contents:
+    micro: MicroBatch
+    contents: list[bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.contents))
+
+
+class BrokenImages:
+    """Images that cannot be decoded: named, counted, left out; a run stops when they are too many."""
+
+    def __init__(self, reader: Reader, policy: str) -> None:
+        self._reader, self._policy, self._lock = reader, policy, threading.Lock()
+        self._names: set[str] = set()
+        self._seen = 0
+
+    def saw(self, count: int) -> None:
+        with self._lock:
+            self._seen += count
+
+    def add(self, row: int, reason: str) -> None:
+        name = self._reader.name(row)
+        if self._policy == "stop":
+            raise UserError(f"The image {name} cannot be decoded: {reason}. --data.broken skip leaves such images out.")
+        with self._lock:
+            if name not in self._names:
+                console.say(f"BROKEN IMAGE, left out: {name}: {reason}")
+            self._names.add(name)
+            if len(self._names) > max(10, MOST_BROKEN * self._seen):
+                raise UserError(
+                    f"{len(self._names)} of {self._seen} images cannot be decoded, the last one is {name}: {reason}."
+                )
+
+
+class _Maker:
+    """The stages: read bytes, then decode what is needed of them and collate."""
+
+    def __init__(self, run: RunConfig, chosen: Chosen, broken: BrokenImages) -> None:
+        self._config: ImageNetData = run.data
+        self._epochs, self._chosen, self._broken = run.train.epochs, chosen, broken
+        columns = chosen.images.table.columns
+        self._labels, self._ids = np.asarray(columns["label"]), np.asarray(columns["id"])
+        # Whoever is free takes the next batch, so the two ways of decoding share the work by their speed.
+        self._lanes = threading.Semaphore(run.data.gpu_decoders) if run.data.gpu_decoders else None
+
+    def read(self, micro: MicroBatch) -> _Contents:
+        reader = self._chosen.images.reader
+        return _Contents(micro, [reader.read(int(row)) for row in micro.rows])
+
+    def train(self, read: _Contents) -> HostImages:
+        config, micro = self._config, read.micro
+        ids = self._ids[micro.rows]
+        numbers = uniforms(micro.seed, micro.epoch, ids, _NUMBERS + 4 * config.rand_augment, micro.copies)
+        size = size_at(config, micro.epoch, self._epochs)
+        if self._lanes is not None and config.crop == "random" and self._lanes.acquire(blocking=False):
+            try:
+                if (made := self._train_on_gpu(read, numbers, size)) is not None:
+                    return made
+            finally:
+                self._lanes.release()
+        kept, parts = self._decode(read, lambda content, one: self._random_part(content, numbers[one], size))
+        drawn = numbers[kept]
+        flips = (drawn[:, _FLIP] < 0.5) & config.flip
+        return self._collate(micro.rows[kept], parts, flips, size, drawn)
+
+    def _train_on_gpu(self, read: _Contents, numbers: Floats, size: int) -> HostImages | None:
+        """The same batch, decoded by the GPU; None where it has an image that the GPU cannot decode."""
+        boxes = []
+        for content, own in zip(read.contents, numbers, strict=True):
+            if content[:3] != JPEG:
+                return None
+            try:
+                boxes.append(self._random_box(*size_of(content), own))
+            except Broken:
+                return None
+        if (decoded := decode_on_gpu(read.contents, boxes)) is None:
+            return None
+        self._broken.saw(len(boxes))
+        pixels, shapes = decoded
+        flips = (numbers[:, _FLIP] < 0.5) & self._config.flip
+        return self._batch(read.micro.rows, pixels, shapes, flips, size, numbers)
+
+    def validate(self, read: _Contents) -> HostImages:
+        config = self._config
+        size = config.validation_size or config.size
+
+        def middle(content: bytes, _: int) -> Pixels:
+            height, width = size_of(content)
+            return decode_part(content, crops.centre_crop(height, width, config.validation_crop), height, width, size)
+
+        kept, parts = self._decode(read, middle)
+        return self._collate(read.micro.rows[kept], parts, np.zeros(len(kept), bool), size, None)
+
+    def _random_part(self, content: bytes, numbers: Floats, size: int) -> Pixels:
+        config = self._config
+        if config.crop == "shift":
+            return crops.shifted(decode(content), config.shift, numbers[: crops.NUMBERS])
+        height, width = size_of(content)
+        return decode_part(content, self._random_box(height, width, numbers), height, width, size)
+
+    def _random_box(self, height: int, width: int, numbers: Floats) -> Box:
+        scale = (self._config.smallest_crop, 1.0)
+        return crops.random_resized_crop(height, width, numbers[: crops.NUMBERS], scale, (3 / 4, 4 / 3))
+
+    def _decode(self, read: _Contents, part: Callable[[bytes, int], Pixels]) -> tuple[Indices, list[Pixels]]:
+        """Places in the micro-batch whose images could be decoded, and their pixels."""
+        kept, parts = [], []
+        self._broken.saw(len(read.contents))
+        for one, content in enumerate(read.contents):
+            try:
+                parts.append(part(content, one))
+                kept.append(one)
+            except Broken as error:
+                self._broken.add(int(read.micro.rows[one]), str(error))
+        return np.array(kept, np.int64), parts
+
+    def _collate(
+        self, rows: Indices, parts: list[Pixels], flips: npt.NDArray[np.bool_], size: int, drawn: Floats | None
+    ) -> HostImages:
+        lengths = np.array([part.size for part in parts], np.int64)
+        pixels = np.empty(int(lengths.sum()), np.uint8)
+        first = 0
+        for part in parts:
+            pixels[first : first + part.size].reshape(part.shape)[:] = part
+            first += part.size
+        shapes = np.array([part.shape[:2] for part in parts], np.int32).reshape(-1, 2)
+        return self._batch(rows, torch.from_numpy(pixels), shapes, flips, size, drawn)
+
+    def _batch(
+        self,
+        rows: Indices,
+        pixels: torch.Tensor,
+        shapes: npt.NDArray[np.int32],
+        flips: npt.NDArray[np.bool_],
+        size: int,
+        drawn: Floats | None,
+    ) -> HostImages:
+        """With what is drawn for each sample, in training."""
+        config = self._config
+        augment = mixing = erasing = None
+        if drawn is not None and len(rows):
+            if config.rand_augment:
+                augment = RandAugment.draw(
+                    drawn[:, _NUMBERS:], config.rand_augment, config.magnitude, config.magnitude_spread
+                )
+            if config.mixup or config.cutmix:
+                mixing = Mixing.draw(
+                    drawn[:, _MIX : _MIX + 7], config.mixup, config.cutmix, config.mix_probability, config.mix_switch
+                )
+            if config.erasing:
+                erasing = Erasing.draw(drawn[:, _ERASE : _ERASE + NUMBERS_OF_ERASING], config.erasing)
+        offsets = np.zeros(len(rows), np.int64)
+        np.cumsum(3 * shapes[:-1].astype(np.int64).prod(1), out=offsets[1:])
+        return HostImages(
+            pixels=pixels,
+            offsets=torch.from_numpy(offsets),
+            shapes=torch.from_numpy(shapes),
+            flips=torch.from_numpy(flips.astype(np.uint8)),
+            labels=torch.from_numpy(self._chosen.label[self._labels[rows]]),
+            rows=torch.from_numpy(rows),
+            size=size,
+            augment=augment,
+            mixing=mixing,
+            erasing=erasing,
+        )
+
+
+# Places of the uniform numbers of a sample: crop, flip, mixing, erasing; RandAugment's come last.
+_FLIP = crops.NUMBERS
+_MIX = _FLIP + 1
+_ERASE = _MIX + 7
+_NUMBERS = _ERASE + NUMBERS_OF_ERASING

@@ -1,0 +1,229 @@
+"""`stoker pack imagenet`: images in a few large shards, as they are or shrunk once, for disks that hate small files.
+
+A shard is the bytes of its images one after the other; the sample table beside them knows where each begins. Shards are
+written in parallel and appear only when they are whole, so a killed pack goes on where it was.
+"""
+
+import io
+import json
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import simplejpeg
+from PIL import Image
+
+from stoker import console
+from stoker.data.loader import LoaderConfig
+from stoker.data.order import ExactOrder
+from stoker.data.ragged import Array, Indices
+from stoker.data.samples import SampleTable, new_table
+from stoker.errors import UserError
+from stoker.files import write_bytes, write_json
+from stoker.recipe import PackRequest
+from stoker.recipes.imagenet.data import Chosen, choose_images
+from stoker.recipes.imagenet.decode import JPEG, Broken, decode, size_of
+from stoker.recipes.imagenet.sources import LABELS, MANIFEST, open_images
+
+SHARD_BYTES = 128 << 20  # of the source, in one shard
+QUALITY = 90
+PLAN = "pack.json"  # what is being packed, until it is done
+
+
+@dataclass(frozen=True)
+class _Shard:
+    name: str
+    part: int
+    rows: Indices
+
+
+def pack(request: PackRequest) -> Mapping[str, Any]:
+    if request.short_side is None and request.quality is not None:
+        raise UserError("--quality is for shrunk images: give --short-side too.")
+    if request.quality is not None and not 1 <= request.quality <= 100:
+        raise UserError(f"--quality is {request.quality}; it runs from 1 to 100.")
+    if request.short_side is not None and request.short_side < 8:
+        raise UserError(f"--short-side is {request.short_side}; it must be at least 8 pixels.")
+    chosen = choose_images(
+        open_images(request.source), request.max_classes, request.max_per_class, request.shuffled or 0, 0.1
+    )
+    shards = _shards(chosen, request.shuffled)
+    if not (request.out / MANIFEST).is_file():
+        _claim(request, chosen)
+        _write_shards(request, chosen, shards)
+        if not all(_index_path(request.out, shard).exists() for shard in shards):
+            return {"path": str(request.out), "state": "other ranks are still at work"}
+        if request.rank == 0:
+            _complete(request.out, chosen, shards)
+    packed = open_images(request.out)
+    result: dict[str, Any] = {
+        "path": str(request.out),
+        "samples": len(packed.table),
+        "shards": len(packed.table.shards),
+        "bytes": int(packed.table.columns["count"].sum(dtype=np.int64)),
+        "left_out": sum(len(shard.rows) for shard in shards) - len(packed.table),
+    }
+    if request.verify:
+        result["images_verified"] = verify(request, chosen, shards, packed.table)
+    return result
+
+
+def verify(request: PackRequest, chosen: Chosen, shards: list[_Shard], table: SampleTable) -> int:
+    """Every packed image against its source: the same bytes, or what shrinking makes of them, and the same label."""
+    threads = request.threads or LoaderConfig().num_threads
+    columns = table.columns
+
+    def check(shard: _Shard) -> int:
+        index = np.load(_index_path(request.out, shard))
+        content = (request.out / shard.name).read_bytes()
+        for row, first, count, crc in zip(index["row"], index["first"], index["count"], index["crc"], strict=True):
+            packed = content[first : first + count]
+            expected = _encode(chosen.images.reader.read(int(row)), request)
+            if packed != expected or zlib.crc32(packed) != crc:
+                raise UserError(
+                    f"{request.out / shard.name}: the image at byte {first} is not what "
+                    f"{chosen.images.reader.name(int(row))} should have become. Remove it with its .npz, and pack again."
+                )
+        return len(index["row"])
+
+    with ThreadPoolExecutor(threads, "verify") as pool, console.progress("verify", len(table), "images") as bar:
+        total = 0
+        for count in pool.map(check, shards):
+            total += count
+            bar.advance(count)
+    kept = np.concatenate([np.load(_index_path(request.out, shard))["row"] for shard in shards])
+    labels = chosen.label[np.asarray(chosen.images.table.columns["label"])[kept]]
+    if (labels != columns["label"]).any():
+        raise UserError(f"{request.out} holds labels that are not those of {request.source}.")
+    return total
+
+
+def _shards(chosen: Chosen, shuffled: int | None) -> list[_Shard]:
+    """Images in their order, or in a random one, cut into shards of about SHARD_BYTES."""
+    found: list[_Shard] = []
+    sizes = np.asarray(chosen.images.table.columns["count"]).astype(np.int64)
+    for part, rows in enumerate((chosen.training, chosen.validation)):
+        if shuffled is not None:
+            rows = rows[ExactOrder(len(rows), shuffled, part).take(0, len(rows))]
+        number = (np.cumsum(sizes[rows]) - 1) // SHARD_BYTES
+        for one in np.unique(number):
+            name = f"{('train', 'val')[part]}-{len(found):05d}.bin"
+            found.append(_Shard(name, part, rows[number == one]))
+    return found
+
+
+def _claim(request: PackRequest, chosen: Chosen) -> None:
+    """Makes the folder, or sees that what is in it belongs to the same pack."""
+    plan = {
+        "source": chosen.images.table.fingerprint,
+        "short_side": request.short_side,
+        "quality": request.quality,
+        "shuffled": request.shuffled,
+        "max_classes": request.max_classes,
+        "max_per_class": request.max_per_class,
+    }
+    path = request.out / PLAN
+    if not request.out.exists() or not any(request.out.iterdir()):
+        request.out.mkdir(parents=True, exist_ok=True)
+        write_json(path, plan)
+        return
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        found = None
+    if found != plan:
+        raise UserError(
+            f"{request.out} is not empty and not the beginning of this pack. Remove it, or name another folder."
+        )
+
+
+def _write_shards(request: PackRequest, chosen: Chosen, shards: list[_Shard]) -> None:
+    mine = [
+        shard for shard in shards[request.rank :: request.num_ranks] if not _index_path(request.out, shard).exists()
+    ]
+    threads = request.threads or LoaderConfig().num_threads
+    total = sum(len(shard.rows) for shard in mine)
+    with ThreadPoolExecutor(threads, "pack") as pool, console.progress("pack", total, "images") as bar:
+        for shard in mine:
+            _write_shard(request, chosen, shard, pool, bar)
+
+
+def _write_shard(
+    request: PackRequest, chosen: Chosen, shard: _Shard, pool: ThreadPoolExecutor, bar: console.Progress
+) -> None:
+    """One shard, its images encoded by all threads; the index, written last, says that it is whole."""
+    reader = chosen.images.reader
+
+    def encoded(row: int) -> bytes | None:
+        try:
+            return _encode(reader.read(row), request)
+        except Broken as error:
+            console.say(f"BROKEN IMAGE, left out: {reader.name(row)}: {error}")
+            return None
+
+    rows, counts, crcs, contents = [], [], [], []
+    for row, content in zip(shard.rows.tolist(), pool.map(encoded, shard.rows.tolist()), strict=True):
+        bar.advance()
+        if content is not None:
+            rows.append(row)
+            counts.append(len(content))
+            crcs.append(zlib.crc32(content))
+            contents.append(content)
+    write_bytes(request.out / shard.name, b"".join(contents))
+    first = np.concatenate([[0], np.cumsum(counts)[:-1]]) if counts else np.zeros(0)
+    index: dict[str, Array] = {
+        "row": np.array(rows, np.int64),
+        "first": first.astype(np.int64),
+        "count": np.array(counts, np.int64),
+        "crc": np.array(crcs, np.int64),
+    }
+    sink = io.BytesIO()
+    np.savez(sink, **index)  # type: ignore[arg-type]
+    write_bytes(_index_path(request.out, shard), sink.getvalue())
+
+
+def _encode(content: bytes, request: PackRequest) -> bytes:
+    """The bytes to store: as they are, or shrunk where the shorter side is longer than asked for."""
+    height, width = size_of(content)  # a broken header shows here
+    if request.short_side is None or min(height, width) <= request.short_side:
+        if request.short_side is not None and content[:3] != JPEG:
+            return bytes(
+                simplejpeg.encode_jpeg(np.ascontiguousarray(decode(content)), quality=request.quality or QUALITY)
+            )
+        return content
+    scale = request.short_side / min(height, width)
+    tall, wide = round(height * scale), round(width * scale)
+    pixels = decode(
+        content, 2 * tall, 2 * wide
+    )  # the scaled decoder leaves twice of what is needed for the good filter
+    shrunk = Image.fromarray(pixels).resize((wide, tall), Image.Resampling.LANCZOS)
+    return bytes(simplejpeg.encode_jpeg(np.asarray(shrunk), quality=request.quality or QUALITY))
+
+
+def _complete(out: Path, chosen: Chosen, shards: list[_Shard]) -> None:
+    """The table over all shards, then the manifest: with it the set is whole."""
+    indices = [np.load(_index_path(out, shard)) for shard in shards]
+    source = chosen.images.table.columns
+    counts = [len(index["row"]) for index in indices]
+    rows = np.concatenate([index["row"] for index in indices])
+    columns: dict[str, Array] = {
+        "shard": np.repeat(np.arange(len(shards)), counts).astype(np.int32),
+        "first": np.concatenate([index["first"] for index in indices]),
+        "count": np.concatenate([index["count"] for index in indices]),
+        "id": np.asarray(source["id"])[rows],
+        "label": chosen.label[np.asarray(source["label"])[rows]].astype(np.int32),
+        "part": np.repeat([shard.part for shard in shards], counts).astype(np.int8),
+    }
+    fingerprint = f"packed {zlib.crc32(np.concatenate([index['crc'] for index in indices]).tobytes()):08x} {len(rows)}"
+    with new_table(out / "samples", len(rows), LABELS, [shard.name for shard in shards], fingerprint) as writer:
+        writer.append(columns)
+    write_json(out / MANIFEST, {"version": 1, "classes": list(chosen.classes.names), "shards": len(shards)})
+    (out / PLAN).unlink(missing_ok=True)
+
+
+def _index_path(out: Path, shard: _Shard) -> Path:
+    return out / shard.name.replace(".bin", ".npz")

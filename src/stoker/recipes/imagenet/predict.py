@@ -1,0 +1,175 @@
+"""Answers for single images or folders of them, and the model as one file for other programs."""
+
+import csv
+import io
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker import console
+from stoker.errors import UserError
+from stoker.files import write_bytes
+from stoker.recipe import Trained
+from stoker.recipes.imagenet.batch import HostImages
+from stoker.recipes.imagenet.crops import centre_crop
+from stoker.recipes.imagenet.data import ImageNetData
+from stoker.recipes.imagenet.decode import Broken, decode_part, size_of
+from stoker.recipes.imagenet.sources import ENDINGS
+from stoker.train.evaluate import inference
+from stoker.train.precision import autocast
+
+BATCH = 64
+SHOWN = 10  # images whose answers are printed
+CHECKED = 16  # images that an export is compared on
+OPSET = 18
+
+
+def predict(model: Trained, out: Path | None) -> Mapping[str, Any]:
+    """The five likeliest classes of each image, printed, and as CSV where a file is asked for."""
+    source = model.config.data.path
+    if source is None:
+        raise UserError("What should be predicted? Name an image or a folder: `stoker predict RUN image.jpg`.")
+    if out is not None and out.exists():
+        raise UserError(f"{out} exists, and nothing is overwritten: remove it, or name another --out.")
+    paths = find_images(Path(source))
+    names, best = model.task.classes.names, min(5, len(model.task.classes))
+    rows: list[list[str]] = []
+    broken: list[str] = []
+    begin = time.perf_counter()
+    with console.progress("predict", len(paths), "images") as bar, inference(model.task.model):
+        for first in range(0, len(paths), BATCH):
+            part = paths[first : first + BATCH]
+            images, kept = load(part, model.config.data, broken)
+            if kept:
+                with autocast(model.precision, model.device):
+                    chances = model.task.model(images.to(model.device)).float().softmax(1)
+                values, labels = (tensor.cpu().tolist() for tensor in chances.topk(best, dim=1))
+                for path, chance, label in zip(kept, values, labels, strict=True):
+                    answers = [
+                        word for pair in zip(label, chance, strict=True) for word in (names[pair[0]], f"{pair[1]:.4f}")
+                    ]
+                    rows.append([str(path), *answers])
+            bar.advance(len(part))
+    rate = len(paths) / (time.perf_counter() - begin)
+    result: dict[str, Any] = {"images": len(rows), "broken": len(broken), "images_per_s": round(rate, 1)}
+    if out is not None:
+        heading = ["image", *(word for place in range(1, best + 1) for word in (f"class_{place}", f"chance_{place}"))]
+        sink = io.StringIO()
+        writer = csv.writer(sink, lineterminator="\n")
+        writer.writerows([heading, *rows])
+        write_bytes(out, sink.getvalue().encode())
+        result["path"] = str(out)
+    for row in rows[: SHOWN if out is None else 0]:
+        pairs = zip(row[1::2], row[2::2], strict=True)
+        result[row[0]] = ", ".join(f"{name} {float(chance):.1%}" for name, chance in pairs)
+    return result
+
+
+def find_images(source: Path) -> list[Path]:
+    if source.is_file():
+        return [source]
+    if not source.is_dir():
+        raise UserError(f"There is no image and no folder {source}.")
+    found = [
+        Path(root) / name for root, _, names in os.walk(source) for name in names if name.lower().endswith(ENDINGS)
+    ]
+    if not found:
+        raise UserError(f"{source} holds no images (looked for {', '.join(ENDINGS)}).")
+    return sorted(found)
+
+
+def load(paths: list[Path], config: ImageNetData, broken: list[str]) -> tuple[Tensor, list[Path]]:
+    """Images as validation sees them; those that cannot be decoded are named and left out."""
+    size = config.validation_size or config.size
+    parts, kept = [], []
+    for path in paths:
+        try:
+            content = path.read_bytes()
+            height, width = size_of(content)
+            parts.append(decode_part(content, centre_crop(height, width, config.validation_crop), height, width, size))
+            kept.append(path)
+        except Broken as error:
+            broken.append(str(path))
+            console.say(f"BROKEN IMAGE, left out: {path}: {error}")
+    lengths = [part.size for part in parts]
+    flat = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0, np.uint8)
+    host = HostImages(
+        pixels=torch.from_numpy(flat),
+        offsets=torch.tensor([0, *np.cumsum(lengths)[:-1]] if parts else [], dtype=torch.int64),
+        shapes=torch.tensor([part.shape[:2] for part in parts], dtype=torch.int32).view(-1, 2),
+        flips=torch.zeros(len(parts), dtype=torch.uint8),
+        labels=torch.zeros(len(parts), dtype=torch.int64),
+        rows=torch.zeros(len(parts), dtype=torch.int64),
+        size=size,
+        augment=None,
+        mixing=None,
+        erasing=None,
+    )
+    return host.to(torch.device("cpu")).images, kept
+
+
+def export(model: Trained, out: Path, samples: Path | None) -> Mapping[str, Any]:
+    """ONNX with a free batch size, and its answers on real images compared with PyTorch's."""
+    if out.suffix != ".onnx":
+        raise UserError(f"--out {out} should end in .onnx.")
+    if out.exists():
+        raise UserError(f"{out} exists, and nothing is overwritten: remove it, or name another --out.")
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise UserError("An export needs onnx and onnxruntime: pip install 'stoker[export]'.") from error
+    source = samples or _own_samples(model)
+    images, kept = load(find_images(source)[:CHECKED], model.config.data, [])
+    if not kept:
+        raise UserError(f"None of the images in {source} can be decoded; the export could not be checked.")
+    network = model.task.model.cpu().float().eval()
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        # Exported with two images: a size of one would be taken for a constant.
+        example = images[:1].repeat(2, 1, 1, 1).contiguous()
+        torch.onnx.export(
+            network,
+            (example,),
+            str(partial),
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
+            opset_version=OPSET,
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+        session = onnxruntime.InferenceSession(str(partial), providers=["CPUExecutionProvider"])
+        theirs = session.run(None, {"images": images.contiguous().numpy()})[0]
+        with torch.inference_mode():
+            ours = network(images.contiguous()).numpy()
+        largest = float(np.abs(ours - theirs).max())
+        if largest > 1e-3 * max(1.0, float(np.abs(ours).max())) or (ours.argmax(1) != theirs.argmax(1)).any():
+            raise UserError(
+                f"The exported model does not give PyTorch's answers: logits differ by up to {largest:.2g}."
+            )
+        partial.rename(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    size = model.config.data.validation_size or model.config.data.size
+    return {
+        "path": str(out),
+        "input": f"images (batch, 3, {size}, {size})",
+        "checked_on": len(kept),
+        "largest_difference": largest,
+    }
+
+
+def _own_samples(model: Trained) -> Path:
+    from stoker.recipes.imagenet.data import data_root
+
+    root = data_root(model.config)
+    folder = next((root / name for name in ("val", "validation", "test", "train") if (root / name).is_dir()), root)
+    return folder

@@ -1,0 +1,240 @@
+"""Where images lie: class folders, tar shards in the WebDataset layout, or packed shards. All give the same table.
+
+A sample is a range of bytes of a shard. Of a class folder the shard is the folder and the range a whole file, found by
+its number in the folder's list of names.
+"""
+
+import hashlib
+import json
+import os
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from stoker import console
+from stoker.data.cache import cache_folder
+from stoker.data.ragged import Array, Indices
+from stoker.data.samples import SampleTable, new_table, open_table
+from stoker.errors import UserError
+from stoker.recipes.imagenet.classes import ClassMap, class_map, listed
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+TRAINING, VALIDATION = ("train", "training"), ("val", "validation", "valid", "test")
+LABELS = {"label": np.int32, "part": np.int8}  # part 0: training, 1: validation
+MANIFEST = "images.json"  # of a packed set
+
+
+class Reader(Protocol):
+    """The bytes of a sample, and what to call it."""
+
+    def read(self, row: int) -> bytes: ...
+
+    def name(self, row: int) -> str: ...
+
+
+@dataclass(frozen=True)
+class Images:
+    """A set of images: what is known of each, how to read it, and its classes."""
+
+    table: SampleTable
+    reader: Reader
+    classes: ClassMap
+    has_validation: bool
+
+
+@dataclass(frozen=True)
+class _Found:
+    """One image of a listing."""
+
+    shard: int
+    first: int
+    count: int
+    label: str
+    part: int
+    name: str
+
+
+def open_images(root: Path) -> Images:
+    if not root.is_dir():
+        raise UserError(f"The data directory {root} does not exist.")
+    if (root / MANIFEST).is_file():
+        return _open_packed(root)
+    if any(root.glob("*.tar")) or any(root.glob("*/*.tar")):
+        return _open_tars(root)
+    return _open_folders(root)
+
+
+def _open_folders(root: Path) -> Images:
+    """`train/CLASS/image.jpg` and `val/CLASS/image.jpg`, or class folders alone."""
+    parts = {0: _first_existing(root, TRAINING) or root, 1: _first_existing(root, VALIDATION)}
+    counts: dict[int, dict[str, int]] = {0: {}, 1: {}}
+    shards: list[str] = []
+    names: list[list[str]] = []
+    found: list[_Found] = []
+    for part, folder in parts.items():
+        if folder is None:
+            continue
+        for class_folder in sorted(path for path in folder.iterdir() if path.is_dir()):
+            if folder == root and class_folder == parts[1]:
+                continue
+            entries = sorted(
+                (entry.name, entry.stat().st_size)
+                for entry in os.scandir(class_folder)
+                if entry.name.lower().endswith(ENDINGS)
+            )
+            counts[part][class_folder.name] = len(entries)
+            for number, (name, size) in enumerate(entries):
+                found.append(_Found(len(shards), number, size, class_folder.name, part, name))
+            shards.append(str(class_folder.relative_to(root)))
+            names.append([name for name, _ in entries])
+    if not counts[0]:
+        raise UserError(
+            f"{root} holds no images: expected train/CLASS/image.jpg and val/CLASS/image.jpg, tar shards, or the output of "
+            f"`stoker pack imagenet`."
+        )
+    classes = class_map(counts[0], str(parts[0]))
+    if parts[1] is not None:
+        classes.check(counts[1], str(parts[1]))
+    table = _table(root, "folders", shards, found, classes)
+    return Images(table, FolderReader(root, table, names), classes, parts[1] is not None)
+
+
+def _open_tars(root: Path) -> Images:
+    """`KEY.jpg` with its class in `KEY.cls`, or in a folder of that name inside the tar."""
+    paths = sorted([*root.glob("*.tar"), *root.glob("*/*.tar")])
+    found: list[_Found] = []
+    with console.progress("index tar shards", len(paths), "files") as bar:
+        for shard, path in enumerate(paths):
+            part = int(
+                any(word in f"{path.parent.name if path.parent != root else ''}/{path.name}" for word in VALIDATION)
+            )
+            found += _members(path, shard, part)
+            bar.advance()
+    counts: dict[int, dict[str, int]] = {0: {}, 1: {}}
+    for one in found:
+        counts[one.part][one.label] = counts[one.part].get(one.label, 0) + 1
+    if not counts[0]:
+        raise UserError(f"The tar files in {root} hold no training images with a class.")
+    if all(name.isdigit() for name in counts[0]):  # so that 10 comes after 9
+        width = max(len(name) for part in counts.values() for name in part)
+        counts = {part: {name.zfill(width): n for name, n in some.items()} for part, some in counts.items()}
+        found = [_Found(**{**vars(one), "label": one.label.zfill(width)}) for one in found]
+    classes = class_map(counts[0], str(root))
+    if counts[1]:
+        classes.check(counts[1], f"{root}, validation shards")
+    table = _table(root, "tars", [str(path.relative_to(root)) for path in paths], found, classes)
+    return Images(table, RangeReader(root, table, {0: ""}), classes, bool(counts[1]))
+
+
+def _members(path: Path, shard: int, part: int) -> list[_Found]:
+    """Images of a tar with their byte ranges; labels from .cls members or folders."""
+    images: dict[str, tuple[str, int, int]] = {}
+    labels: dict[str, str] = {}
+    try:
+        with tarfile.open(path) as tar:
+            for member in tar:
+                if not member.isfile():
+                    continue
+                key, _, ending = member.name.partition(".") if "/" not in member.name else _split_key(member.name)
+                if f".{ending.lower()}" in ENDINGS:
+                    images[key] = (member.name, member.offset_data, member.size)
+                elif ending == "cls":
+                    handle = tar.extractfile(member)
+                    labels[key] = handle.read().decode().strip() if handle else ""
+    except tarfile.TarError as error:
+        raise UserError(f"{path} is not a tar file, or not whole ({error}).") from error
+    without = [key for key in images if key not in labels and "/" not in key]
+    if without:
+        raise UserError(
+            f"{path} has images without a class, neither in a .cls file nor as a folder: {listed(without)}."
+        )
+    return [
+        _Found(shard, offset, size, labels.get(key) or Path(key).parent.name, part, name)
+        for key, (name, offset, size) in images.items()
+    ]
+
+
+def _split_key(name: str) -> tuple[str, str, str]:
+    folder, _, file = name.rpartition("/")
+    stem, _, ending = file.partition(".")
+    return f"{folder}/{stem}", ".", ending
+
+
+def _open_packed(root: Path) -> Images:
+    manifest = json.loads((root / MANIFEST).read_text())
+    table = open_table(root / "samples")
+    if table is None:
+        raise UserError(f"{root} has no sample table; the packed set is not whole. Pack it again.")
+    classes = ClassMap(tuple(manifest["classes"]))
+    return Images(table, RangeReader(root, table, manifest), classes, bool(np.any(table.columns["part"] == 1)))
+
+
+class FolderReader:
+    """One file a sample."""
+
+    def __init__(self, root: Path, table: SampleTable, names: list[list[str]]) -> None:
+        self._root, self._table, self._names = root, table, names
+
+    def read(self, row: int) -> bytes:
+        return Path(self.name(row)).read_bytes()
+
+    def name(self, row: int) -> str:
+        shard = int(self._table.columns["shard"][row])
+        return str(self._root / self._table.shards[shard] / self._names[shard][int(self._table.columns["first"][row])])
+
+
+class RangeReader:
+    """A range of bytes of a tar or of a packed shard, mapped into memory."""
+
+    def __init__(self, root: Path, table: SampleTable, _: Mapping[Any, Any]) -> None:
+        self._root, self._table = root, table
+        self._maps: dict[int, Array] = {}
+
+    def read(self, row: int) -> bytes:
+        columns = self._table.columns
+        shard, first, count = int(columns["shard"][row]), int(columns["first"][row]), int(columns["count"][row])
+        mapped = self._maps.get(shard)
+        if mapped is None:
+            mapped = self._maps[shard] = np.memmap(self._root / self._table.shards[shard], np.uint8, "r")
+        return mapped[first : first + count].tobytes()
+
+    def name(self, row: int) -> str:
+        columns = self._table.columns
+        return f"{self._root / self._table.shards[int(columns['shard'][row])]} at byte {int(columns['first'][row])}"
+
+
+def _table(root: Path, kind: str, shards: list[str], found: Sequence[_Found], classes: ClassMap) -> SampleTable:
+    """The sample table in the cache, made anew when anything in the listing changed."""
+    digest = hashlib.sha256(f"{kind} {shards} {classes.names}".encode())
+    columns: dict[str, Array] = {
+        "shard": np.array([one.shard for one in found], np.int32),
+        "first": np.array([one.first for one in found], np.int64),
+        "count": np.array([one.count for one in found], np.int32),
+        "id": np.arange(len(found), dtype=np.int64),
+        "label": np.searchsorted(np.array(classes.names), np.array([one.label for one in found])).astype(np.int32),
+        "part": np.array([one.part for one in found], np.int8),
+    }
+    for column in columns.values():
+        digest.update(column.tobytes())
+    digest.update("\n".join(one.name for one in found).encode())
+    name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
+    folder = cache_folder() / "tables" / f"images-{name}"
+    table = open_table(folder)
+    if table is None or table.fingerprint != digest.hexdigest():
+        with new_table(folder, len(found), LABELS, shards, digest.hexdigest()) as writer:
+            writer.append(columns)
+        table = open_table(folder)
+    assert table is not None, "a table that was just written can be opened"
+    return table
+
+
+def rows_of(table: SampleTable, part: int) -> Indices:
+    return np.flatnonzero(np.asarray(table.columns["part"]) == part)
+
+
+def _first_existing(root: Path, names: Sequence[str]) -> Path | None:
+    return next((root / name for name in names if (root / name).is_dir()), None)
