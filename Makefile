@@ -10,7 +10,7 @@ demo: .venv/ready  ## simulate, train, evaluate, print a result table
 	$(BIN)/stoker runs
 
 test: check  ## formatting, lint, types, import contract, and every test
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 check: .venv/ready  ## everything but the tests
 	$(BIN)/ruff format --check .

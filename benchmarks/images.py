@@ -146,22 +146,17 @@ def training(packed: dict[str, Path], steps: int) -> None:
             values, _ = rates(run, parts, Kept(parts.training.plan, kept), steps)
             ready = statistics.median(values)
             emit(line("images, training on resident batches", values, "images/s", batch_size=256))
-        parts = replace(parts, task=task)
-        for decoders in (0, 2):
-            run, again = parts_of(path, "cuda", "--train.epochs", "1000", "--data.gpu_decoders", str(decoders))
+        for processes in (0, len(os.sched_getaffinity(0))):
+            run, again = parts_of(path, "cuda", "--train.epochs", "1000", "--data.processes", str(processes))
             again = replace(again, task=task)
             psutil.cpu_percent()
-            try:
-                values, wait = rates(run, again, again.training, steps)
-            except Exception as error:  # a figure less, and the reason, rather than none at all
-                print(f"{name} with {decoders} GPU decoders: {type(error).__name__}: {error}")
-                continue
+            values, wait = rates(run, again, again.training, steps)
             details = {
                 "of_resident": round(statistics.median(values) / ready, 4),
                 "cpu_percent": psutil.cpu_percent(),
                 "wait_share": round(wait, 4),
                 "loader": again.training.times.read(),
-                "gpu_decoders": decoders,
+                "processes": processes,
             }
             emit(line(f"images, training from packed {name}", values, "images/s", **details))
 

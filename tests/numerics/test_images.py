@@ -44,8 +44,10 @@ def test_images_of_all_sizes_become_what_torchvision_makes_of_them(size: int, wa
     pictures = [picture(number) for number in range(3)] + [picture(3)[:1, :40], picture(4)[:9, :5]]
     flips = torch.tensor([0, 1, 0, 1, 0], dtype=torch.uint8)
     given = pack_pixels(pictures)
-    if way == "plain" or torch.cuda.is_available():
+    if way == "plain":
         out = resize(*given, flips, size)
+    elif torch.cuda.is_available():
+        out = resize(*(tensor.cuda() for tensor in given), flips.cuda(), size).cpu()
     else:
         from stoker.recipes.imagenet.kernels import resize_kernel
 

@@ -50,7 +50,7 @@ class HostImages:
         return self.pixels.nbytes
 
     def pin(self) -> "HostImages":
-        return replace(self, **{name: v.pin_memory() for name, v in self._tensors().items() if not v.is_cuda})
+        return replace(self, **{name: value.pin_memory() for name, value in self._tensors().items()})
 
     def _tensors(self) -> dict[str, Any]:
         return {field.name: value for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)}

@@ -15,8 +15,10 @@ from pydantic import Field
 
 from stoker import console
 from stoker.data.cache import cache_folder
+from stoker.data.loader import LoaderConfig
 from stoker.data.order import ExactOrder, Order, RepeatedOrder, hashed
 from stoker.data.plan import MicroBatch
+from stoker.data.processes import Processes
 from stoker.data.quarantine import Quarantine
 from stoker.data.ragged import Indices
 from stoker.data.samples import ListSubset, SampleTable, Subset
@@ -28,7 +30,7 @@ from stoker.recipes.imagenet.augment import NUMBERS_OF_ERASING, Erasing, Mixing,
 from stoker.recipes.imagenet.batch import HostImages
 from stoker.recipes.imagenet.chance import Floats, uniforms
 from stoker.recipes.imagenet.classes import ClassMap
-from stoker.recipes.imagenet.decode import JPEG, Box, Broken, Pixels, decode, decode_on_gpu, decode_part, size_of
+from stoker.recipes.imagenet.decode import Broken, Pixels, decode, decode_part, size_of
 from stoker.recipes.imagenet.draw import draw_set
 from stoker.recipes.imagenet.probe import check_labels
 from stoker.recipes.imagenet.sources import Images, Reader, open_images, rows_of
@@ -66,7 +68,9 @@ class ImageNetData:
     max_per_class: Annotated[int, Field(ge=1)] | None = None  # training images of each class
     subset_seed: Annotated[int, Field(ge=0)] = 0
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.1  # share held out, where there is no validation folder
-    gpu_decoders: Annotated[int, Field(ge=0)] = 0  # loader threads that decode on the GPU; its pixels differ slightly
+    processes: Annotated[int, Field(ge=0)] | None = (
+        None  # that decode; None: one a loader thread beside a GPU, else none
+    )
     broken: Literal["skip", "stop"] = "skip"  # what an image that cannot be decoded does; it is named either way
     check_labels: bool = True  # a quick classifier tells before the first step whether labels of both sides agree
 
@@ -97,7 +101,10 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
             chosen.images.reader, table, chosen.label, chosen.training, chosen.validation, run.loader.num_threads
         )
     broken = BrokenImages(chosen.images.reader, config.broken)
-    maker = _Maker(run, chosen, broken)
+    processes = config.processes
+    if processes is None:
+        processes = run.loader.num_threads if device.type == "cuda" else 0
+    maker = _Maker(run, chosen, broken, processes)
 
     def of_subset(subset: Subset) -> Callable[[int, int], Order]:
         def of_epoch(seed: int, epoch: int) -> Order:
@@ -107,7 +114,7 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         return of_epoch
 
     def stages(training: bool) -> list[Stage]:
-        return [Stage("read", maker.read), Stage("decode", maker.train if training else maker.validate)]
+        return [Stage("decode", maker.train if training else maker.validate)]
 
     return RunData(
         table=table,
@@ -200,16 +207,6 @@ def size_at(config: ImageNetData, epoch: int, epochs: int) -> int:
     return config.size if share >= 1 else min(config.size, int(grown // 32 * 32) or config.first_size)
 
 
-@dataclass(frozen=True)
-class _Contents:
-    micro: MicroBatch
-    contents: list[bytes]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self.contents))
-
-
 class BrokenImages:
     """Images that cannot be decoded: named, counted, left out; a run stops when they are too many."""
 
@@ -236,113 +233,115 @@ class BrokenImages:
                 )
 
 
-class _Maker:
-    """The stages: read bytes, then decode what is needed of them and collate."""
+@dataclass(frozen=True)
+class _Asked:
+    """What a decoder is told."""
 
-    def __init__(self, run: RunConfig, chosen: Chosen, broken: BrokenImages) -> None:
+    micro: MicroBatch
+    training: bool
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """What it answers; the pixels lie in the room it was given, or here if there was too little."""
+
+    kept: Indices  # places in the micro-batch
+    shapes: npt.NDArray[np.int32]
+    broken: list[tuple[int, str]]  # row, reason
+    pixels: npt.NDArray[np.uint8] | None
+
+
+class _Maker:
+    """From a micro-batch to a batch of crops, decoded here or in processes of their own."""
+
+    def __init__(self, run: RunConfig, chosen: Chosen, broken: BrokenImages, processes: int) -> None:
         self._config: ImageNetData = run.data
         self._epochs, self._chosen, self._broken = run.train.epochs, chosen, broken
         columns = chosen.images.table.columns
         self._labels, self._ids = np.asarray(columns["label"]), np.asarray(columns["id"])
-        # Whoever is free takes the next batch, so the two ways of decoding share the work by their speed.
-        self._lanes = threading.Semaphore(run.data.gpu_decoders) if run.data.gpu_decoders else None
+        self._processes: Processes[_Decoded] | None = None
+        if processes:
+            room = _room(self._config, run.loader, chosen)
+            self._processes = Processes(self._decode, processes, room)
 
-    def read(self, micro: MicroBatch) -> _Contents:
-        reader = self._chosen.images.reader
-        return _Contents(micro, [reader.read(int(row)) for row in micro.rows])
+    def train(self, micro: MicroBatch) -> HostImages:
+        return self._make(_Asked(micro, training=True))
 
-    def train(self, read: _Contents) -> HostImages:
-        config, micro = self._config, read.micro
-        ids = self._ids[micro.rows]
-        numbers = uniforms(micro.seed, micro.epoch, ids, _NUMBERS + 4 * config.rand_augment, micro.copies)
-        size = size_at(config, micro.epoch, self._epochs)
-        if self._lanes is not None and config.crop == "random" and self._lanes.acquire(blocking=False):
+    def validate(self, micro: MicroBatch) -> HostImages:
+        return self._make(_Asked(micro, training=False))
+
+    def _make(self, asked: _Asked) -> HostImages:
+        def collate(decoded: _Decoded, room: memoryview) -> HostImages:
+            if decoded.pixels is not None:
+                return self._batch(asked, decoded, torch.from_numpy(decoded.pixels))
+            return self._batch(asked, decoded, torch.frombuffer(room, dtype=torch.uint8).clone())
+
+        if self._processes is not None:
+            return self._processes.run(asked, collate)  # type: ignore[no-any-return]
+        nowhere = memoryview(b"")
+        return collate(self._decode(asked, nowhere)[0], nowhere)
+
+    def _decode(self, asked: _Asked, room: memoryview) -> tuple[_Decoded, int]:
+        """Reads and decodes every image of a micro-batch; the one part that is done for each image by itself."""
+        micro, reader = asked.micro, self._chosen.images.reader
+        part = self._random_parts(micro) if asked.training else self._middle
+        kept: list[int] = []
+        parts: list[Pixels] = []
+        broken: list[tuple[int, str]] = []
+        for one, row in enumerate(micro.rows.tolist()):
             try:
-                if (made := self._train_on_gpu(read, numbers, size)) is not None:
-                    return made
-            finally:
-                self._lanes.release()
-        kept, parts = self._decode(read, lambda content, one: self._random_part(content, numbers[one], size))
-        drawn = numbers[kept]
-        flips = (drawn[:, _FLIP] < 0.5) & config.flip
-        return self._collate(micro.rows[kept], parts, flips, size, drawn)
-
-    def _train_on_gpu(self, read: _Contents, numbers: Floats, size: int) -> HostImages | None:
-        """The same batch, decoded by the GPU; None where it has an image that the GPU cannot decode."""
-        boxes = []
-        for content, own in zip(read.contents, numbers, strict=True):
-            if content[:3] != JPEG:
-                return None
-            try:
-                boxes.append(self._random_box(*size_of(content), own))
-            except Broken:
-                return None
-        if (decoded := decode_on_gpu(read.contents, boxes)) is None:
-            return None
-        self._broken.saw(len(boxes))
-        pixels, shapes = decoded
-        flips = (numbers[:, _FLIP] < 0.5) & self._config.flip
-        return self._batch(read.micro.rows, pixels, shapes, flips, size, numbers)
-
-    def validate(self, read: _Contents) -> HostImages:
-        config = self._config
-        size = config.validation_size or config.size
-
-        def middle(content: bytes, _: int) -> Pixels:
-            height, width = size_of(content)
-            return decode_part(content, crops.centre_crop(height, width, config.validation_crop), height, width, size)
-
-        kept, parts = self._decode(read, middle)
-        return self._collate(read.micro.rows[kept], parts, np.zeros(len(kept), bool), size, None)
-
-    def _random_part(self, content: bytes, numbers: Floats, size: int) -> Pixels:
-        config = self._config
-        if config.crop == "shift":
-            return crops.shifted(decode(content), config.shift, numbers[: crops.NUMBERS])
-        height, width = size_of(content)
-        return decode_part(content, self._random_box(height, width, numbers), height, width, size)
-
-    def _random_box(self, height: int, width: int, numbers: Floats) -> Box:
-        scale = (self._config.smallest_crop, 1.0)
-        return crops.random_resized_crop(height, width, numbers[: crops.NUMBERS], scale, (3 / 4, 4 / 3))
-
-    def _decode(self, read: _Contents, part: Callable[[bytes, int], Pixels]) -> tuple[Indices, list[Pixels]]:
-        """Places in the micro-batch whose images could be decoded, and their pixels."""
-        kept, parts = [], []
-        self._broken.saw(len(read.contents))
-        for one, content in enumerate(read.contents):
-            try:
-                parts.append(part(content, one))
+                parts.append(part(reader.read(row), one))
                 kept.append(one)
             except Broken as error:
-                self._broken.add(int(read.micro.rows[one]), str(error))
-        return np.array(kept, np.int64), parts
-
-    def _collate(
-        self, rows: Indices, parts: list[Pixels], flips: npt.NDArray[np.bool_], size: int, drawn: Floats | None
-    ) -> HostImages:
-        lengths = np.array([part.size for part in parts], np.int64)
-        pixels = np.empty(int(lengths.sum()), np.uint8)
+                broken.append((row, str(error)))
+        total = sum(part.size for part in parts)
+        fits = 0 < total <= len(room)
+        out = np.frombuffer(room, np.uint8)[:total] if fits else np.empty(total, np.uint8)
         first = 0
-        for part in parts:
-            pixels[first : first + part.size].reshape(part.shape)[:] = part
-            first += part.size
-        shapes = np.array([part.shape[:2] for part in parts], np.int32).reshape(-1, 2)
-        return self._batch(rows, torch.from_numpy(pixels), shapes, flips, size, drawn)
+        for pixels in parts:
+            out[first : first + pixels.size].reshape(pixels.shape)[:] = pixels
+            first += pixels.size
+        shapes = np.array([pixels.shape[:2] for pixels in parts], np.int32).reshape(-1, 2)
+        decoded = _Decoded(np.array(kept, np.int64), shapes, broken, None if fits else out)
+        return decoded, total if fits else 0
 
-    def _batch(
-        self,
-        rows: Indices,
-        pixels: torch.Tensor,
-        shapes: npt.NDArray[np.int32],
-        flips: npt.NDArray[np.bool_],
-        size: int,
-        drawn: Floats | None,
-    ) -> HostImages:
+    def _numbers(self, micro: MicroBatch) -> Floats:
+        count = _NUMBERS + 4 * self._config.rand_augment
+        return uniforms(micro.seed, micro.epoch, self._ids[micro.rows], count, micro.copies)
+
+    def _random_parts(self, micro: MicroBatch) -> Callable[[bytes, int], Pixels]:
+        config, numbers = self._config, self._numbers(micro)
+        size = size_at(config, micro.epoch, self._epochs)
+
+        def part(content: bytes, one: int) -> Pixels:
+            own = numbers[one, : crops.NUMBERS]
+            if config.crop == "shift":
+                return crops.shifted(decode(content), config.shift, own)
+            height, width = size_of(content)
+            box = crops.random_resized_crop(height, width, own, (config.smallest_crop, 1.0), (3 / 4, 4 / 3))
+            return decode_part(content, box, height, width, size)
+
+        return part
+
+    def _middle(self, content: bytes, _: int) -> Pixels:
+        height, width = size_of(content)
+        box = crops.centre_crop(height, width, self._config.validation_crop)
+        return decode_part(content, box, height, width, self._config.validation_size or self._config.size)
+
+    def _batch(self, asked: _Asked, decoded: _Decoded, pixels: torch.Tensor) -> HostImages:
         """With what is drawn for each sample, in training."""
-        config = self._config
+        config, micro = self._config, asked.micro
+        self._broken.saw(len(micro.rows))
+        for row, reason in decoded.broken:
+            self._broken.add(row, reason)
+        rows = micro.rows[decoded.kept]
+        offsets = np.zeros(len(rows), np.int64)
+        np.cumsum(3 * decoded.shapes[:-1].astype(np.int64).prod(1), out=offsets[1:])
+        size, flips = config.validation_size or config.size, np.zeros(len(rows), bool)
         augment = mixing = erasing = None
-        if drawn is not None and len(rows):
+        if asked.training and len(rows):
+            size, drawn = size_at(config, micro.epoch, self._epochs), self._numbers(micro)[decoded.kept]
+            flips = (drawn[:, _FLIP] < 0.5) & config.flip
             if config.rand_augment:
                 augment = RandAugment.draw(
                     drawn[:, _NUMBERS:], config.rand_augment, config.magnitude, config.magnitude_spread
@@ -353,12 +352,10 @@ class _Maker:
                 )
             if config.erasing:
                 erasing = Erasing.draw(drawn[:, _ERASE : _ERASE + NUMBERS_OF_ERASING], config.erasing)
-        offsets = np.zeros(len(rows), np.int64)
-        np.cumsum(3 * shapes[:-1].astype(np.int64).prod(1), out=offsets[1:])
         return HostImages(
             pixels=pixels,
             offsets=torch.from_numpy(offsets),
-            shapes=torch.from_numpy(shapes),
+            shapes=torch.from_numpy(decoded.shapes),
             flips=torch.from_numpy(flips.astype(np.uint8)),
             labels=torch.from_numpy(self._chosen.label[self._labels[rows]]),
             rows=torch.from_numpy(rows),
@@ -367,6 +364,15 @@ class _Maker:
             mixing=mixing,
             erasing=erasing,
         )
+
+
+def _room(config: ImageNetData, loader: LoaderConfig, chosen: Chosen) -> int:
+    """Bytes for the crops of the largest micro-batch: a crop is decoded to at most about twice the size asked for."""
+    side = 2 * max(config.size, config.validation_size or 0) + 32
+    if loader.batch_size is not None:
+        return loader.batch_size * side * side * 3
+    smallest = max(1, int(np.asarray(chosen.images.table.columns["count"]).min()))
+    return min(1 << 30, (loader.batch_cost or 1) // smallest * side * side * 3)
 
 
 # Places of the uniform numbers of a sample: crop, flip, mixing, erasing; RandAugment's come last.

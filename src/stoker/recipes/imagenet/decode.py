@@ -1,15 +1,12 @@
 """From the bytes of an image to the pixels that are needed: decoded at the smallest scale that still holds them."""
 
 import io
-import threading
 import warnings
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
-import torch
-import torchvision
 from PIL import Image, ImageFile
 
 Pixels = npt.NDArray[np.uint8]  # (height, width, 3)
@@ -74,36 +71,6 @@ def decode_part(content: bytes, box: Box, height: int, width: int, size: int) ->
     bottom = max(top + 1, round((box.top + box.height) * scale_y))
     right = max(left + 1, round((box.left + box.width) * scale_x))
     return pixels[top:bottom, left:right]
-
-
-def decode_on_gpu(contents: list[bytes], boxes: list[Box]) -> tuple[torch.Tensor, npt.NDArray[np.int32]] | None:
-    """The pixels inside the boxes, one after the other in the GPU's memory, and their shapes; None if it cannot."""
-    encoded = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in contents]
-    stream = _stream()
-    with torch.cuda.stream(stream):
-        try:
-            decoded = torchvision.io.decode_jpeg(encoded, torchvision.io.ImageReadMode.RGB, device="cuda")
-        except RuntimeError:
-            return None
-        crops = []
-        for image, box in zip(decoded, boxes, strict=True):
-            top, left = int(box.top), int(box.left)
-            crop = image[:, top : top + int(box.height), left : left + int(box.width)]
-            crops.append(crop.permute(1, 2, 0).reshape(-1))
-        pixels = torch.cat(crops)
-    stream.synchronize()  # in this thread: whoever gets the batch finds it ready
-    return pixels, np.array([(int(box.height), int(box.width)) for box in boxes], np.int32)
-
-
-_STREAMS = threading.local()
-
-
-def _stream() -> torch.cuda.Stream:
-    """One of its own for each thread."""
-    if not hasattr(_STREAMS, "stream"):
-        _STREAMS.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    found: torch.cuda.Stream = _STREAMS.stream
-    return found
 
 
 def _at_least(side: float) -> int:

@@ -1,0 +1,109 @@
+"""The image recipe as a user runs it: with no data at all, then with what the run left."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Stoker  # type: ignore[import-not-found]
+
+pytestmark = pytest.mark.xdist_group("imagenet")  # one run of the demo for all tests
+# The demo, half as large: it must learn all the same.
+LESS = ("--data.draw_per_class", "250", "--data.draw_held_out", "30", "--train.epochs", "5", "--run.device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of the demo, and the images that it drew."""
+    patch = pytest.MonkeyPatch()
+    folder = tmp_path_factory.mktemp("imagenet")
+    patch.setenv("STOKER_CACHE", str(folder / "cache"))
+    result = Stoker(folder).json("train", "imagenet", *LESS)
+    patch.undo()
+    assert result["metrics"]["top1"] > 0.8
+    assert result["metrics"]["chance_top1"] == pytest.approx(0.1)
+    (drawn,) = (folder / "cache" / "drawn").iterdir()
+    return folder / result["run"], drawn
+
+
+def test_the_run_keeps_its_classes_and_says_what_rate_it_used(trained: tuple[Path, Path]) -> None:
+    run, _ = trained
+    assert len(json.loads((run / "classes.json").read_text())) == 10
+    log = (run / "log.txt").read_text()
+    assert "learning rate 0.1: 0.1 for 64 samples a step, linear to 64" in log
+
+
+def test_predictions_of_a_folder_and_of_one_image(stoker: Stoker, trained: tuple[Path, Path]) -> None:
+    run, drawn = trained
+    told = stoker.json("predict", run, drawn / "val" / "circle", "--out", "answers.csv")
+    assert told["images"] == 30
+    with (stoker.folder / "answers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    right = sum(row["class_1"] == "circle" for row in rows)
+    assert right > 20
+    assert sum(float(rows[0][f"chance_{place}"]) for place in range(1, 6)) <= 1.001
+    one = drawn / "val" / "circle" / "00000.jpg"
+    assert "circle" in stoker("predict", run, one)
+    again = stoker.start("predict", run, one, "--out", "answers.csv")
+    assert "nothing is overwritten" in again.communicate()[1]
+    nothing = stoker.start("predict", run, "absent.jpg")
+    assert "no image and no folder" in nothing.communicate()[1]
+    assert nothing.returncode == 2
+
+
+def test_an_export_gives_the_same_answers(stoker: Stoker, trained: tuple[Path, Path]) -> None:
+    run, drawn = trained
+    told = stoker.json("export", run, "--out", "model.onnx", "--data", drawn / "val")
+    assert told["checked_on"] == 16
+    assert told["largest_difference"] < 1e-3
+    assert (stoker.folder / "model.onnx").stat().st_size > 10_000
+    wrong = stoker.start("export", run, "--out", "model.bin", "--data", drawn / "val")
+    assert ".onnx" in wrong.communicate()[1]
+
+
+def test_an_evaluation_names_the_classes_it_confuses(stoker: Stoker, trained: tuple[Path, Path]) -> None:
+    run, drawn = trained
+    metrics = stoker.json("evaluate", run, "--data.path", drawn)["metrics"]
+    (report,) = (run / "evaluation").glob("*/report.json")
+    found = json.loads(report.read_text())
+    assert found["top1"] == pytest.approx(metrics["top1"])
+    assert sum(map(sum, found["confusion"])) == found["images"] == 300
+    assert set(found["by_class"]) >= {"circle", "ring"}
+
+
+def test_two_ranks_judge_every_image_once(stoker: Stoker, trained: tuple[Path, Path]) -> None:
+    run, drawn = trained
+    alone = stoker.json("evaluate", run, "--data.path", drawn)["metrics"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m"]
+    words = ["stoker", "evaluate", str(run), "--data.path", str(drawn), "--json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*torchrun, *words], cwd=stoker.folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    together = json.loads(done.stdout[done.stdout.index("{") :])["metrics"]
+    for name, value in alone.items():
+        assert together[name] == pytest.approx(value, rel=1e-4)
+
+
+def test_presets_say_where_their_accuracy_comes_from(stoker: Stoker) -> None:
+    for preset in ("fast", "baseline", "rsb-a2", "cifar10"):
+        text = stoker("config", f"imagenet:{preset}")
+        assert "# Expected: " in text
+        assert "# Departures" in text
+    assert "lr_batch: 2048" in stoker("config", "imagenet:rsb-a2")
+
+
+def test_mistakes_are_named(stoker: Stoker) -> None:
+    for words, part in (
+        (("train", "imagenet", "--model.name", "resnet5000"), "timm has no model"),
+        (("train", "imagenet", "--data.path", "absent"), "does not exist"),
+        (("pack", "icecube", "absent", "out", "--short-side", "64"), "is for images"),
+        (("pack", "imagenet", "absent", "out", "--keep", "--short-side", "64"), "Use one or the other"),
+        (("predict", "absent"), "absent"),
+    ):
+        process = stoker.start(*words)
+        _, text = process.communicate()
+        assert process.returncode == 2, text
+        assert part in text

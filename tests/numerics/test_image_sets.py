@@ -1,0 +1,274 @@
+"""Sets of images: every layout gives the same samples, classes must agree, batches do not depend on threads."""
+
+import io
+import os
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stoker.data.plan import MicroBatch, Position
+from stoker.errors import UserError
+from stoker.launch import build_parts, resolve_target
+from stoker.recipe import PackRequest
+from stoker.recipes.imagenet.data import ImageNetData, choose_images, size_at
+from stoker.recipes.imagenet.draw import CLASSES, draw_set
+from stoker.recipes.imagenet.pack import pack
+from stoker.recipes.imagenet.recipe import RECIPE
+from stoker.recipes.imagenet.sources import open_images
+from stoker.train.parallel import Ranks
+
+BASE = ("--run.device", "cpu", "--loader.batch_size", "16", "--data.size", "32")
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten classes, 24 + 12 images each; read only."""
+    folder = tmp_path_factory.mktemp("pictures") / "set"
+    draw_set(folder, per_class=24, held_out=12, seed=0)
+    return folder
+
+
+@pytest.fixture
+def own_pictures(pictures: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pictures, tmp_path / "own"))
+
+
+def parts_of(path: Path, *words: str):  # type: ignore[no-untyped-def]
+    run = resolve_target("imagenet", ["--data.path", str(path), *BASE, *words]).config
+    return build_parts(RECIPE, run, Ranks())
+
+
+def make_tars(pictures: Path, out: Path) -> Path:
+    """The WebDataset layout: KEY.jpg and KEY.cls, several shards."""
+    out.mkdir()
+    for part in ("train", "val"):
+        files = sorted((pictures / part).rglob("*.jpg"))
+        for shard in range(2):
+            with tarfile.open(out / f"{part}-{shard:03d}.tar", "w") as tar:
+                for number, path in enumerate(files[shard::2]):
+                    label = str(CLASSES.index(path.parent.name)).encode()
+                    for ending, content in (("jpg", path.read_bytes()), ("cls", label)):
+                        member = tarfile.TarInfo(f"{shard}{number:05d}.{ending}")
+                        member.size = len(content)
+                        tar.addfile(member, io.BytesIO(content))
+    return out
+
+
+def content_by_class(path: Path) -> dict[tuple[int, int], list[bytes]]:
+    images = open_images(path)
+    found: dict[tuple[int, int], list[bytes]] = {}
+    for row in range(len(images.table)):
+        key = int(images.table.columns["part"][row]), int(images.table.columns["label"][row])
+        found.setdefault(key, []).append(images.reader.read(row))
+    return {key: sorted(contents) for key, contents in found.items()}
+
+
+def test_folders_tars_and_packed_shards_hold_the_same_images(pictures: Path, tmp_path: Path) -> None:
+    told = pack(PackRequest(pictures, tmp_path / "packed", verify=True))
+    assert told["samples"] == told["images_verified"] == 360
+    folders, packed = content_by_class(pictures), content_by_class(tmp_path / "packed")
+    assert folders == packed
+    assert {key[0] for key in folders} == {0, 1}
+    assert open_images(tmp_path / "packed").classes == open_images(pictures).classes
+    tars = content_by_class(make_tars(pictures, tmp_path / "tars"))
+    by_name = sorted(range(10), key=lambda label: CLASSES[label])  # numbers in the tars, names in the folders
+    for (part, label), contents in folders.items():
+        assert tars[part, by_name[label]] == contents
+
+
+def test_a_pack_that_was_killed_goes_on_and_never_mixes(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stoker.recipes.imagenet import pack as module
+
+    monkeypatch.setattr(module, "SHARD_BYTES", 60_000)
+    write = module._write_shard
+    written: list[str] = []
+
+    def dies_at_the_third(request, chosen, shard, pool, bar):  # type: ignore[no-untyped-def]
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(shard.name)
+        write(request, chosen, shard, pool, bar)
+
+    request = PackRequest(pictures, tmp_path / "out", short_side=48, quality=80, shuffled=3)
+    monkeypatch.setattr(module, "_write_shard", dies_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        pack(request)
+    with pytest.raises(UserError, match="images"):
+        open_images(tmp_path / "out")
+    with pytest.raises(UserError, match="not the beginning of this pack"):
+        pack(PackRequest(pictures, tmp_path / "out", short_side=40))
+    monkeypatch.setattr(module, "_write_shard", write)
+    done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.bin")}
+    told = pack(PackRequest(**{**vars(request), "verify": True}))
+    assert told["images_verified"] == 360
+    assert told["shards"] > 4
+    for name, time in done.items():
+        assert (tmp_path / "out" / name).stat().st_mtime_ns == time  # what was whole was not made again
+    sizes = {min(_size(content)) for contents in content_by_class(tmp_path / "out").values() for content in contents}
+    assert max(sizes) <= 56  # 48, or the original where that was no larger
+    with pytest.raises(UserError, match="short-side"):
+        pack(PackRequest(pictures, tmp_path / "other", quality=50))
+
+
+def _size(content: bytes) -> tuple[int, int]:
+    from stoker.recipes.imagenet.decode import size_of
+
+    return size_of(content)
+
+
+def spoil(root: Path, how: str) -> None:
+    if how == "missing":
+        shutil.rmtree(root / "val" / "ring")
+    elif how == "extra":
+        shutil.copytree(root / "val" / "ring", root / "val" / "zebra")
+    elif how == "empty":
+        for path in (root / "val" / "ring").iterdir():
+            path.unlink()
+    elif how == "empty in training":
+        for path in (root / "train" / "ring").iterdir():
+            path.unlink()
+    else:  # every validation folder holds the images of the next class
+        for name in CLASSES:
+            (root / "val" / name).rename(root / "val" / f"{name}-old")
+        for name, after in zip(CLASSES, [*CLASSES[1:], CLASSES[0]], strict=True):
+            (root / "val" / f"{after}-old").rename(root / "val" / name)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("missing", "Only in training, or empty in .*: ring"),
+        ("extra", "Only in .*: zebra"),
+        ("empty", "Only in training, or empty in .*: ring"),
+        ("empty in training", "classes without a single image: ring"),
+    ],
+)
+def test_classes_that_do_not_agree_are_refused_with_both_lists(own_pictures: Path, how: str, words: str) -> None:
+    spoil(own_pictures, how)
+    with pytest.raises(UserError, match=words):
+        parts_of(own_pictures)
+
+
+def test_permuted_validation_labels_are_found_before_the_first_step(tmp_path: Path) -> None:
+    draw_set(tmp_path / "set", per_class=120, held_out=40, seed=1)
+    parts_of(tmp_path / "set")  # as it is, nobody complains
+    spoil(tmp_path / "set", "permuted")
+    from stoker.recipes.imagenet import data
+
+    data._opened.cache_clear()
+    with pytest.raises(UserError, match="do not seem to mean"):
+        parts_of(tmp_path / "set")
+    assert parts_of(tmp_path / "set", "--data.check_labels", "false") is not None
+
+
+def batches_of(path: Path, *words: str) -> list[torch.Tensor]:
+    parts = parts_of(path, *words)
+    steps = list(parts.training.batches(Position(3), 1))
+    return [step.batches[0].to(torch.device("cpu")).images for step in steps]
+
+
+def test_batches_do_not_depend_on_threads_or_processes(pictures: Path) -> None:
+    every = ("--data.rand_augment", "2", "--data.mixup", "0.2", "--data.cutmix", "1.0", "--data.erasing", "0.5")
+    first = batches_of(pictures, *every, "--loader.threads", "1")
+    for words in (
+        ("--loader.threads", "3", "--loader.look_ahead", "2"),
+        ("--loader.threads", "2", "--data.processes", "2"),
+    ):
+        for ours, theirs in zip(first, batches_of(pictures, *every, *words), strict=True):
+            assert torch.equal(ours, theirs)
+    assert len(first) == 15
+
+
+def test_repeated_augmentation_shows_an_image_in_several_ways(pictures: Path) -> None:
+    parts = parts_of(pictures, "--data.repeats", "3", "--loader.batch_size", "12")
+    step = next(iter(parts.training.batches(Position(0), 1)))
+    rows = step.batches[0].rows.numpy()
+    assert len(np.unique(rows)) == 4
+    images = step.batches[0].to(torch.device("cpu")).images
+    for row in np.unique(rows):
+        a, b, c = images[torch.from_numpy(rows == row)]
+        assert not torch.equal(a, b)
+        assert not torch.equal(b, c)
+    dealt = parts.training.plan.deal(next(parts.training.plan.steps(Position(0))), 4)
+    pairs = [
+        pair
+        for rank in dealt
+        for micro in rank
+        for pair in zip(micro.rows.tolist(), micro.copies.tolist(), strict=True)
+    ]
+    assert len(set(pairs)) == 12  # ranks never augment two copies alike
+
+
+def test_subsets_remap_labels_once_for_both_sides(pictures: Path) -> None:
+    images = open_images(pictures)
+    chosen = choose_images(images, 4, 5, seed=7, validation=0.1)
+    assert len(chosen.classes) == 4
+    assert len(chosen.training) == 20
+    assert len(chosen.validation) == 48
+    for rows in (chosen.training, chosen.validation):
+        names = {images.classes.names[label] for label in images.table.columns["label"][rows]}
+        assert names == set(chosen.classes.names)
+        labels = chosen.label[np.asarray(images.table.columns["label"])[rows]]
+        assert [chosen.classes.names[label] for label in labels] == [
+            images.classes.names[label] for label in images.table.columns["label"][rows]
+        ]
+    again = choose_images(images, 4, 5, seed=7, validation=0.1)
+    assert np.array_equal(again.training, chosen.training)
+    assert not np.array_equal(choose_images(images, 4, 5, seed=8, validation=0.1).training, chosen.training)
+
+
+def test_a_broken_image_is_named_and_left_out(own_pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = own_pictures / "train" / "ring" / "00003.jpg"
+    bad.write_bytes(b"\xff\xd8\xff but nothing more")
+    parts = parts_of(own_pictures, "--loader.threads", "1")
+    seen = sum(batch.num_samples for step in parts.training.batches(Position(0), 1) for batch in step.batches)
+    assert seen == 239
+    assert str(bad) in capsys.readouterr().err
+    parts = parts_of(own_pictures, "--data.broken", "stop")
+    with pytest.raises(UserError, match="cannot be decoded"):
+        list(parts.training.batches(Position(0), 1))
+
+
+def test_images_grow_with_the_epochs() -> None:
+    config = ImageNetData(size=192, first_size=128, grown_after=0.75)
+    sizes = [size_at(config, epoch, 16) for epoch in range(16)]
+    assert sizes[0] == 128
+    assert sizes == sorted(sizes)
+    assert sizes[12:] == [192] * 4
+    assert all(size % 32 == 0 for size in sizes)
+
+
+def test_validation_without_a_folder_is_held_out(own_pictures: Path) -> None:
+    shutil.rmtree(own_pictures / "val")
+    parts = parts_of(own_pictures, "--data.validation", "0.25", "--data.check_labels", "false")
+    training, held = set(parts.data.training.rows(np.arange(len(parts.data.training)))), parts.data.validation
+    assert len(training) + len(held) == 240
+    assert not training & set(held.rows(np.arange(len(held))))
+
+
+def test_processes_that_die_are_named(pictures: Path) -> None:
+    from stoker.data.processes import Processes
+    from stoker.errors import MachineError
+
+    def dies(argument: int, room: memoryview) -> tuple[int, int]:
+        if argument == 1:
+            os._exit(7)
+        if argument == 2:
+            raise UserError("not this one")
+        room[:1] = b"x"
+        return argument, 1
+
+    processes: Processes[int] = Processes(dies, 1, 100)
+    assert processes.run(0, lambda result, room: (result, bytes(room))) == (0, b"x")
+    with pytest.raises(UserError, match="not this one"):
+        processes.run(2, lambda result, room: None)
+    with pytest.raises(MachineError, match="ended by itself"):
+        processes.run(1, lambda result, room: None)
+    processes.close()
+    assert MicroBatch(np.arange(1), 0, 0).copies is None
