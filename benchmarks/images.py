@@ -131,6 +131,33 @@ def loading(folders: Path, packed: dict[str, Path], num_images: int, repeats: in
         )
 
 
+def interpreter(path: Path, repeats: int) -> None:
+    """How much slower does the thread that feeds the GPU run its Python while images are decoded beside it?"""
+
+    def work(count: int = 600) -> float:
+        begin, one = time.perf_counter(), torch.ones(4)
+        for _ in range(count):
+            one = one + 1
+            one.view(2, 2)
+        return time.perf_counter() - begin
+
+    alone = min(work() for _ in range(20))
+    cores = len(os.sched_getaffinity(0))
+    for processes in (0, cores):
+        slower, seen = [], 0
+        _, parts = parts_of(path, "cpu", "--loader.batch_size", "64", "--data.processes", str(processes))
+        steps = parts.training.batches(Position(0), 10**6)
+        next(steps)
+        begin = time.perf_counter()
+        for _ in range(10 * repeats):
+            slower.append(work() / alone)
+            seen += next(steps).num_samples
+        rate = seen / (time.perf_counter() - begin)
+        steps.close()  # type: ignore[attr-defined]
+        details = {"processes": processes, "threads": cores, "images_per_s": round(rate)}
+        emit(line("images, Python of the main thread beside decoding", slower, "times as slow", **details))
+
+
 def training(packed: dict[str, Path], steps: int) -> None:
     """Whole steps of ResNet-50 at 224 pixels in bf16: resident batches, then fed from each set with the same model."""
     task, ready = None, 0.0
@@ -179,6 +206,7 @@ def main() -> None:
         if torch.cuda.is_available():
             training(packed, options.steps)
         loading(folders, packed, options.images, options.repeats)
+        interpreter(packed["short side 288"], options.repeats)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from stoker.data.plan import MicroBatch, Position
 from stoker.errors import UserError
 from stoker.launch import build_parts, resolve_target
 from stoker.recipe import PackRequest
+from stoker.recipes.imagenet import data
 from stoker.recipes.imagenet.data import ImageNetData, choose_images, size_at
 from stoker.recipes.imagenet.draw import CLASSES, draw_set
 from stoker.recipes.imagenet.pack import pack
@@ -159,8 +160,6 @@ def test_permuted_validation_labels_are_found_before_the_first_step(tmp_path: Pa
     draw_set(tmp_path / "set", per_class=120, held_out=40, seed=1)
     parts_of(tmp_path / "set")  # as it is, nobody complains
     spoil(tmp_path / "set", "permuted")
-    from stoker.recipes.imagenet import data
-
     data._opened.cache_clear()
     with pytest.raises(UserError, match="do not seem to mean"):
         parts_of(tmp_path / "set")
@@ -173,9 +172,10 @@ def batches_of(path: Path, *words: str) -> list[torch.Tensor]:
     return [step.batches[0].to(torch.device("cpu")).images for step in steps]
 
 
-def test_batches_do_not_depend_on_threads_or_processes(pictures: Path) -> None:
+def test_batches_do_not_depend_on_threads_or_processes(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = ("--data.rand_augment", "2", "--data.mixup", "0.2", "--data.cutmix", "1.0", "--data.erasing", "0.5")
     first = batches_of(pictures, *every, "--loader.threads", "1")
+    monkeypatch.setattr(data, "PART", 5)  # several parts a batch
     for words in (
         ("--loader.threads", "3", "--loader.look_ahead", "2"),
         ("--loader.threads", "2", "--data.processes", "2"),
@@ -183,6 +183,26 @@ def test_batches_do_not_depend_on_threads_or_processes(pictures: Path) -> None:
         for ours, theirs in zip(first, batches_of(pictures, *every, *words), strict=True):
             assert torch.equal(ours, theirs)
     assert len(first) == 15
+
+
+def test_many_threads_share_a_few_processes() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from stoker.data.processes import Processes
+
+    def square(argument: int, room: memoryview) -> tuple[int, int]:
+        room[:8] = argument.to_bytes(8, "little")
+        return argument * argument, 8
+
+    processes: Processes[int] = Processes(square, 3, 64)
+
+    def ask(first: int) -> list[tuple[int, int]]:
+        return processes.run(range(first, first + 20), lambda result, room: (result, int.from_bytes(room, "little")))
+
+    with ThreadPoolExecutor(8) as pool:
+        for first, answers in zip(range(0, 2000, 20), pool.map(ask, range(0, 2000, 20)), strict=True):
+            assert answers == [(n * n, n) for n in range(first, first + 20)]
+    processes.close()
 
 
 def test_repeated_augmentation_shows_an_image_in_several_ways(pictures: Path) -> None:
@@ -265,10 +285,11 @@ def test_processes_that_die_are_named(pictures: Path) -> None:
         return argument, 1
 
     processes: Processes[int] = Processes(dies, 1, 100)
-    assert processes.run(0, lambda result, room: (result, bytes(room))) == (0, b"x")
+    assert processes.run([0, 3], lambda result, room: (result, bytes(room))) == [(0, b"x"), (3, b"x")]
     with pytest.raises(UserError, match="not this one"):
-        processes.run(2, lambda result, room: None)
+        processes.run([0, 2, 3], lambda result, room: None)
+    assert processes.run([4], lambda result, room: result) == [4]  # and the answers after it are the right ones
     with pytest.raises(MachineError, match="ended by itself"):
-        processes.run(1, lambda result, room: None)
+        processes.run([1], lambda result, room: None)
     processes.close()
     assert MicroBatch(np.arange(1), 0, 0).copies is None

@@ -12,13 +12,16 @@ import multiprocessing as mp
 import queue
 import signal
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
 from stoker.errors import MachineError
 
 R = TypeVar("R")
+T = TypeVar("T")
 PR_SET_PDEATHSIG = 1  # of prctl: a signal when the parent ends
 JOIN_S = 5.0
 
@@ -37,14 +40,38 @@ class Processes(Generic[R]):
             self._all.append(process)
             self._free.put(process)
 
-    def run(self, argument: Any, take: Callable[[R, memoryview], Any]) -> Any:
-        """Runs the task in a free process; `take` gets its result and must copy what it wants of the shared memory."""
-        process = self._free.get()
+    def run(self, arguments: Sequence[Any], take: Callable[[R, memoryview], T]) -> list[T]:
+        """Runs the task for each argument, in as many processes as are free, and gives the answers in order.
+
+        `take` gets a result, and must copy what it wants of the shared memory. Safe to call from many threads: whoever waits
+        for a process either has answers of its own to collect first, or holds none.
+        """
+        answers: list[T] = []
+        asked: deque[_Process[R]] = deque()
+        coming = iter(arguments)
+        left = len(arguments)
         try:
-            result, used = process.call(argument)
-            return take(result, process.room[:used])
+            while left or asked:
+                process = self._another(block=not asked) if left else None
+                if process is not None:
+                    asked.append(process)
+                    process.ask(next(coming))
+                    left -= 1
+                    continue
+                result, used = asked[0].answer()
+                answers.append(take(result, asked[0].room[:used]))
+                self._free.put(asked.popleft())
         finally:
-            self._free.put(process)
+            for process in asked:  # after an error: nobody else must find our answers in the pipe
+                process.forget()
+                self._free.put(process)
+        return answers
+
+    def _another(self, *, block: bool) -> "_Process[R] | None":
+        try:
+            return self._free.get(block)
+        except queue.Empty:
+            return None
 
     def close(self) -> None:
         for process in self._all:
@@ -56,6 +83,7 @@ class _Process(Generic[R]):
         # Anonymous and shared: only the pages that are written take memory.
         self.room = memoryview(mmap.mmap(-1, num_bytes))
         self.ours, theirs = mp.Pipe()
+        self._asked = False
         context = mp.get_context("fork")
         self._process = context.Process(
             target=_serve, args=(task, theirs, self.room, [*others, self.ours]), daemon=True
@@ -66,17 +94,34 @@ class _Process(Generic[R]):
             self._process.start()
         theirs.close()
 
-    def call(self, argument: Any) -> tuple[R, int]:
+    def ask(self, argument: Any) -> None:
         try:
             self.ours.send(argument)
+            self._asked = True
+        except OSError as error:
+            raise self._ended() from error
+
+    def answer(self) -> tuple[R, int]:
+        try:
             worked, answer = self.ours.recv()
         except (EOFError, OSError) as error:
-            code = self._process.exitcode
-            raise MachineError(f"A process that prepares batches ended by itself (exit code {code}).") from error
+            raise self._ended() from error
+        finally:
+            self._asked = False
         if not worked:
             raise answer
         found: tuple[R, int] = answer
         return found
+
+    def forget(self) -> None:
+        """Waits for an answer that nobody wants any more."""
+        if self._asked:
+            with suppress(Exception):
+                self.answer()
+
+    def _ended(self) -> MachineError:
+        self._process.join(1.0)
+        return MachineError(f"A process that prepares batches ended by itself (exit code {self._process.exitcode}).")
 
     def close(self) -> None:
         self.ours.close()

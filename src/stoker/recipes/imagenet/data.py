@@ -15,7 +15,6 @@ from pydantic import Field
 
 from stoker import console
 from stoker.data.cache import cache_folder
-from stoker.data.loader import LoaderConfig
 from stoker.data.order import ExactOrder, Order, RepeatedOrder, hashed
 from stoker.data.plan import MicroBatch
 from stoker.data.processes import Processes
@@ -36,8 +35,9 @@ from stoker.recipes.imagenet.probe import check_labels
 from stoker.recipes.imagenet.sources import Images, Reader, open_images, rows_of
 from stoker.settings import AlsoCalled, config
 
-# Host memory that a byte of JPEG needs on its way: itself, its pixels, and the crop.
-BYTES_PER_BYTE = 16.0
+# Host memory that a byte of JPEG needs on its way: its crop has two or three, and is copied twice.
+BYTES_PER_BYTE = 8.0
+PART = 64  # images that a process decodes at a time
 MOST_BROKEN = 0.01  # share of the images seen that may be broken before the run stops
 
 
@@ -133,6 +133,7 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
             "fingerprint": table.fingerprint,
         },
         bytes_per_cost=BYTES_PER_BYTE,
+        cache_bytes=processes * _room(config),
         repeated=config.repeats > 1,
         keep={"classes.json": list(chosen.classes.names)},
     )
@@ -261,8 +262,7 @@ class _Maker:
         self._labels, self._ids = np.asarray(columns["label"]), np.asarray(columns["id"])
         self._processes: Processes[_Decoded] | None = None
         if processes:
-            room = _room(self._config, run.loader, chosen)
-            self._processes = Processes(self._decode, processes, room)
+            self._processes = Processes(self._decode, processes, _room(self._config))
 
     def train(self, micro: MicroBatch) -> HostImages:
         return self._make(_Asked(micro, training=True))
@@ -271,15 +271,12 @@ class _Maker:
         return self._make(_Asked(micro, training=False))
 
     def _make(self, asked: _Asked) -> HostImages:
-        def collate(decoded: _Decoded, room: memoryview) -> HostImages:
-            if decoded.pixels is not None:
-                return self._batch(asked, decoded, torch.from_numpy(decoded.pixels))
-            return self._batch(asked, decoded, torch.frombuffer(room, dtype=torch.uint8).clone())
-
-        if self._processes is not None:
-            return self._processes.run(asked, collate)  # type: ignore[no-any-return]
-        nowhere = memoryview(b"")
-        return collate(self._decode(asked, nowhere)[0], nowhere)
+        if self._processes is None:
+            nowhere = memoryview(b"")
+            return self._batch(asked, [_taken(self._decode(asked, nowhere)[0], nowhere)])
+        # In small parts: every process helps with a large batch, and needs room for a few images only.
+        parts = [_Asked(_part(asked.micro, first), asked.training) for first in range(0, len(asked.micro.rows), PART)]
+        return self._batch(asked, self._processes.run(parts, _taken))
 
     def _decode(self, asked: _Asked, room: memoryview) -> tuple[_Decoded, int]:
         """Reads and decodes every image of a micro-batch; the one part that is done for each image by itself."""
@@ -328,19 +325,22 @@ class _Maker:
         box = crops.centre_crop(height, width, self._config.validation_crop)
         return decode_part(content, box, height, width, self._config.validation_size or self._config.size)
 
-    def _batch(self, asked: _Asked, decoded: _Decoded, pixels: torch.Tensor) -> HostImages:
+    def _batch(self, asked: _Asked, parts: "list[tuple[_Decoded, torch.Tensor]]") -> HostImages:
         """With what is drawn for each sample, in training."""
         config, micro = self._config, asked.micro
         self._broken.saw(len(micro.rows))
-        for row, reason in decoded.broken:
+        for row, reason in (one for decoded, _ in parts for one in decoded.broken):
             self._broken.add(row, reason)
-        rows = micro.rows[decoded.kept]
+        kept = np.concatenate([decoded.kept + number * PART for number, (decoded, _) in enumerate(parts)])
+        shapes = np.concatenate([decoded.shapes for decoded, _ in parts])
+        pixels = parts[0][1] if len(parts) == 1 else torch.cat([part for _, part in parts])
+        rows = micro.rows[kept]
         offsets = np.zeros(len(rows), np.int64)
-        np.cumsum(3 * decoded.shapes[:-1].astype(np.int64).prod(1), out=offsets[1:])
+        np.cumsum(3 * shapes[:-1].astype(np.int64).prod(1), out=offsets[1:])
         size, flips = config.validation_size or config.size, np.zeros(len(rows), bool)
         augment = mixing = erasing = None
         if asked.training and len(rows):
-            size, drawn = size_at(config, micro.epoch, self._epochs), self._numbers(micro)[decoded.kept]
+            size, drawn = size_at(config, micro.epoch, self._epochs), self._numbers(micro)[kept]
             flips = (drawn[:, _FLIP] < 0.5) & config.flip
             if config.rand_augment:
                 augment = RandAugment.draw(
@@ -355,7 +355,7 @@ class _Maker:
         return HostImages(
             pixels=pixels,
             offsets=torch.from_numpy(offsets),
-            shapes=torch.from_numpy(decoded.shapes),
+            shapes=torch.from_numpy(shapes),
             flips=torch.from_numpy(flips.astype(np.uint8)),
             labels=torch.from_numpy(self._chosen.label[self._labels[rows]]),
             rows=torch.from_numpy(rows),
@@ -366,13 +366,23 @@ class _Maker:
         )
 
 
-def _room(config: ImageNetData, loader: LoaderConfig, chosen: Chosen) -> int:
-    """Bytes for the crops of the largest micro-batch: a crop is decoded to at most about twice the size asked for."""
+def _taken(decoded: _Decoded, room: memoryview) -> tuple[_Decoded, torch.Tensor]:
+    """A decoder's answer with its pixels, copied out of the memory that it will use again."""
+    if decoded.pixels is not None:
+        return decoded, torch.from_numpy(decoded.pixels)
+    return decoded, torch.frombuffer(room, dtype=torch.uint8).clone()
+
+
+def _part(micro: MicroBatch, first: int) -> MicroBatch:
+    here = slice(first, first + PART)
+    copies = None if micro.copies is None else micro.copies[here]
+    return MicroBatch(micro.rows[here], micro.seed, micro.epoch, copies=copies)
+
+
+def _room(config: ImageNetData) -> int:
+    """Bytes for the crops of a part: a crop is decoded to at most about twice the size asked for."""
     side = 2 * max(config.size, config.validation_size or 0) + 32
-    if loader.batch_size is not None:
-        return loader.batch_size * side * side * 3
-    smallest = max(1, int(np.asarray(chosen.images.table.columns["count"]).min()))
-    return min(1 << 30, (loader.batch_cost or 1) // smallest * side * side * 3)
+    return PART * side * side * 3
 
 
 # Places of the uniform numbers of a sample: crop, flip, mixing, erasing; RandAugment's come last.
