@@ -133,6 +133,7 @@ def evaluate_run(path: Path, which: str, weights: str, overrides: list[str]) -> 
     target = _for_use(run, overrides, "an evaluation")
     with _joined(target.config) as ranks:
         parts = build_parts(target.recipe, target.config, ranks)
+        _check_kept(run, parts.data)
         model = _trained(run, target, parts.task, parts.device, which, weights, ranks)
         metrics = evaluate(parts.task, parts.validation, parts.device, model.precision)
         if target.recipe.report is not None and ranks.count == 1:
@@ -195,6 +196,22 @@ def _trained(
     task.model.to(device)
     precision = resolve_precision(target.config.train.precision, device)
     return Trained(target.config, task, found, device, precision, ranks)
+
+
+def _check_kept(run: RunFolder, data: RunData) -> None:
+    """What a run keeps of its data, such as its classes, must be what the data say now."""
+    for name, content in data.keep.items():
+        path = run.path / name
+        if path.is_file() and (kept := json.loads(path.read_text())) != content:
+            raise UserError(
+                f"The data do not fit the run: {path} says {_short(kept)}, and the data say {_short(content)}. The model's "
+                f"answers would get the wrong names."
+            )
+
+
+def _short(value: Any, most: int = 300) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= most else f"{text[:most]} ..."
 
 
 def _unused(folder: Path) -> Path:
@@ -373,6 +390,7 @@ def _run(
             settings=values,
             ranks=ranks,
         )
+        _check_kept(run, parts.data)
         for name, content in parts.data.keep.items() if ranks.is_first else ():
             write_json(run.path / name, content)
         engine = Engine(trainer, config.run.seed)

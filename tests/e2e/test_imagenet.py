@@ -74,6 +74,22 @@ def test_an_evaluation_names_the_classes_it_confuses(stoker: Stoker, trained: tu
     assert set(found["by_class"]) >= {"circle", "ring"}
 
 
+def test_data_with_other_classes_are_refused(stoker: Stoker, trained: tuple[Path, Path]) -> None:
+    run, drawn = trained
+    other = stoker.folder / "other"
+    for part in ("train", "val"):
+        for folder in (drawn / part).iterdir():
+            name = "oval" if folder.name == "circle" else folder.name
+            (other / part / name).mkdir(parents=True)
+            for path in list(folder.iterdir())[:4]:
+                (other / part / name / path.name).hardlink_to(path)
+    process = stoker.start("evaluate", run, "--data.path", other, "--data.check_labels", "false")
+    text = process.communicate()[1]
+    assert process.returncode == 2
+    assert "do not fit the run" in text
+    assert "oval" in text
+
+
 def test_two_ranks_judge_every_image_once(stoker: Stoker, trained: tuple[Path, Path]) -> None:
     run, drawn = trained
     alone = stoker.json("evaluate", run, "--data.path", drawn)["metrics"]

@@ -136,7 +136,7 @@ def test_two_machines_one_of_which_dies_and_comes_back(
             )  # fmt: skip
 
         first, second = start(0), start(1)
-        run = pair.folder / "runs" / "icecube-pair"
+        run = pair.folder / "runs" / "icecube-demo-pair"
         deadline = time.monotonic() + 150
         while len(pair.losses(run)) < 12 and time.monotonic() < deadline and first.poll() is None:
             time.sleep(0.01)

@@ -89,7 +89,7 @@ def test_inputs_are_of_order_one_and_ice_is_the_right_way_up(events_dir: Path) -
         assert torch.isfinite(values).all()
         assert values.abs().max() < 20
         assert values.std(0).max() < 5
-    dust, clear = (float(ice_lengths(np.array([z]))[1][0]) for z in (-100.0, -400.0))
+    dust, clear = (float(ice_lengths(np.array([z]))[1][0]) for z in (-100.0, -500.0))
     assert dust < 40 < 150 < clear  # the dust layer lies at z = -100, the clearest ice below it
 
 
