@@ -110,6 +110,7 @@ def resume(path: Path, overrides: list[str]) -> Outcome:
         else:
             _check_unchanged(found, target, overrides)
         parts = build_parts(target.recipe, target.config, ranks)
+        _check_same_data(run, parts.data, overrides)
         if ranks.is_first:
             record_environment(run)
             write_bytes(run.config, settings.as_yaml(target.config).encode())  # with the changes that were named
@@ -212,6 +213,20 @@ def _check_kept(run: RunFolder, data: RunData) -> None:
 def _short(value: Any, most: int = 300) -> str:
     text = json.dumps(value)
     return text if len(text) <= most else f"{text[:most]} ..."
+
+
+def _check_same_data(run: RunFolder, data: RunData, overrides: list[str]) -> None:
+    """Samples that are not those of the run's beginning would make its position mean something else."""
+    began = next(iter(read_events(run.events, "start")), None)
+    before, now = (began or {}).get("data", {}).get("fingerprint"), data.description.get("fingerprint")
+    if before is None or before == now:
+        return
+    if not any(word.startswith("--data.") for word in overrides):
+        raise UserError(
+            f"The data are not those that {run.path} began with: files were changed, added or removed, or made anew on "
+            f"another kind of machine. Name them (`--data.path DIR`) to go on all the same, or use `stoker fork`."
+        )
+    console.say("The data are not those that the run began with; going on, as asked.")
 
 
 def _unused(folder: Path) -> Path:

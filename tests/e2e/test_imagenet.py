@@ -3,12 +3,16 @@
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import Stoker  # type: ignore[import-not-found]
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.xdist_group("imagenet")  # one run of the demo for all tests
 # The demo, half as large: it must learn all the same.
@@ -72,6 +76,67 @@ def test_an_evaluation_names_the_classes_it_confuses(stoker: Stoker, trained: tu
     assert found["top1"] == pytest.approx(metrics["top1"])
     assert sum(map(sum, found["confusion"])) == found["images"] == 300
     assert set(found["by_class"]) >= {"circle", "ring"}
+
+
+def test_a_resumed_run_ends_with_the_same_weights(stoker: Stoker, trained: tuple[Path, Path], tmp_path: Path) -> None:
+    """Channels-last weights and their moments, batch norm, averages: all as if nothing had happened."""
+    _, drawn = trained
+    words = (
+        "--data.path",
+        drawn,
+        "--data.max_per_class",
+        "40",
+        "--run.device",
+        "cpu",
+        "--train.epochs",
+        "3",
+        "--train.ema",
+        "0.9",
+    )
+    words = (
+        *words,
+        "--train.save_every",
+        "4",
+        "--data.mixup",
+        "0.2",
+        "--data.rand_augment",
+        "1",
+        "--train.log_every",
+        "1",
+    )
+    whole = stoker.folder / stoker.json("train", "imagenet", *words, "--run.name", "whole")["run"]
+    cut = stoker.start("train", "imagenet", *words, "--run.name", "cut")
+    while not list(stoker.folder.glob("runs/*-cut/checkpoints/step-*")) and cut.poll() is None:
+        time.sleep(0.05)
+    cut.kill()
+    cut.communicate()
+    (run,) = stoker.folder.glob("runs/*-cut")
+    stoker("resume", run)
+    ends = [sorted((one / "checkpoints").glob("step-*"))[-1] for one in (whole, run)]
+    for name in ("model", "optimizer", "average"):
+        first, second = (load_file(end / f"{name}.safetensors") for end in ends)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[key], second[key]) for key in first), name
+    forked = stoker.json("fork", run, "--train.optimizer", "adamw", "--train.lr", "1e-3", "--train.epochs", "1")
+    log = (stoker.folder / forked["run"] / "log.txt").read_text()
+    assert "of another optimizer: ours start anew" in log
+
+
+def test_data_that_changed_are_not_gone_on_with(stoker: Stoker, trained: tuple[Path, Path]) -> None:
+    _, drawn = trained
+    own = stoker.folder / "own"
+    shutil.copytree(drawn, own)
+    words = ("--data.path", own, "--data.max_per_class", "20", "--run.device", "cpu", "--data.check_labels", "false")
+    process = stoker.start("train", "imagenet", *words, "--train.epochs", "200", "--train.save_every", "1")
+    while not list(stoker.folder.glob("runs/*/checkpoints/step-*")) and process.poll() is None:
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    (own / "train" / "circle" / "00000.jpg").unlink()
+    run = stoker.only_run()
+    again = stoker.start("resume", run)
+    assert "not those that" in again.communicate()[1]
+    assert again.returncode == 2
 
 
 def test_data_with_other_classes_are_refused(stoker: Stoker, trained: tuple[Path, Path]) -> None:

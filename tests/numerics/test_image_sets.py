@@ -185,6 +185,59 @@ def test_batches_do_not_depend_on_threads_or_processes(pictures: Path, monkeypat
     assert len(first) == 15
 
 
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_a_rank_may_have_nothing_to_do(pictures: Path, processes: str) -> None:
+    parts = parts_of(pictures, "--data.processes", processes)
+    value: object = MicroBatch(np.zeros(0, np.int64), 0, 0)
+    for stage in parts.data.stages:
+        value = stage.run(value)
+    assert value.num_samples == 0  # type: ignore[attr-defined]
+
+
+def test_images_keep_their_number_and_side_when_others_come(own_pictures: Path) -> None:
+    shutil.rmtree(own_pictures / "val")
+    before = open_images(own_pictures)
+    shutil.copy(own_pictures / "train" / "ring" / "00003.jpg", own_pictures / "train" / "circle" / "0.jpg")
+    (own_pictures / "train" / "cross" / "deeper").mkdir()
+    shutil.move(own_pictures / "train" / "cross" / "00001.jpg", own_pictures / "train" / "cross" / "deeper" / "1.2.jpg")
+    after = open_images(own_pictures)
+    assert len(after.table) == 241
+    held = [choose_images(images, None, None, 0, 0.3).validation for images in (before, after)]
+    sides = [set(images.table.columns["id"][rows]) for images, rows in zip((before, after), held, strict=True)]
+    assert len(sides[0] ^ sides[1]) <= 2  # the one that came and the one that was renamed
+
+
+def test_ranks_pack_together_whoever_comes_last(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stoker.recipes.imagenet import pack as module
+
+    monkeypatch.setattr(module, "SHARD_BYTES", 60_000)
+    base = {"source": pictures, "out": tmp_path / "out", "num_ranks": 2}
+    assert pack(PackRequest(**base, rank=0))["state"] == "other ranks are still at work"
+    assert pack(PackRequest(**base, rank=1))["samples"] == 360
+    assert not (tmp_path / "out" / "lock").exists()
+    with pytest.raises(UserError, match="another packed set"):
+        pack(PackRequest(pictures, tmp_path / "out", short_side=32))
+
+
+def test_a_signal_to_the_group_does_not_end_the_processes() -> None:
+    import signal
+
+    from stoker.data.processes import Processes
+
+    processes: Processes[int] = Processes(lambda argument, room: (os.getpid(), 0), 2, 8)
+    pids = processes.run([0, 0], lambda pid, room: pid)
+    for pid in pids:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            os.kill(pid, number)
+    assert set(processes.run([0, 0], lambda pid, room: pid)) <= set(pids)
+    other: Processes[int] = Processes(lambda argument, room: (1, 0), 2, 8)
+    processes.close()  # the second pool does not hold the first one's pipes
+    assert not any(process._process.is_alive() for process in processes._all)
+    other.close()
+
+
 def test_many_threads_share_a_few_processes() -> None:
     from concurrent.futures import ThreadPoolExecutor
 

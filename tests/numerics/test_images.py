@@ -188,14 +188,20 @@ def test_mixing_keeps_labels_and_pixels_in_step() -> None:
         mixing = Mixing.draw(numbers, mixup, cutmix, 0.8, 0.5)
         mixed = augment.mix(images, mixing)
         own = images[:, 0, 0, 0]
-        partner = own.roll(-1)
+        partner = own[mixing.partner]
+        assert sorted(mixing.partner.tolist()) == list(range(400))  # everyone once
+        assert ((mixing.partner - torch.arange(400)).abs() > 1).float().mean() > 0.9  # neighbours may be of one class
         share = (mixed.mean((1, 2, 3)) - partner) / (own - partner)  # of the own image in the pixels
         assert (share - mixing.weight).abs().max() < 0.08  # boxes have whole pixels
         assert 0.1 < (mixing.weight == 1).float().mean() < 0.4
-    weights = Mixing.draw(uniforms(1, 0, np.arange(20_000), 7), 0.2, 0.0, 1.0, 0.5).weight.numpy()
-    expected = np.random.default_rng(0).beta(0.2, 0.2, 20_000)
-    assert abs(weights.mean() - 0.5) < 0.02
-    assert abs(weights.std() - expected.std()) < 0.02
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.2, 0.8, 1.0, 3.0])
+def test_weights_of_mixing_have_their_beta_distribution(alpha: float) -> None:
+    weights = np.sort(Mixing.draw(uniforms(1, 0, np.arange(20_000), 7), alpha, 0.0, 1.0, 0.5).weight.numpy())
+    expected = np.sort(np.random.default_rng(0).beta(alpha, alpha, 20_000))
+    for edge in (1e-4, 0.01, 0.1, 0.5, 0.9, 0.99, 0.9999):
+        assert abs(np.mean(weights < edge) - np.mean(expected < edge)) < 0.015, edge
 
 
 def test_erasing_takes_a_box_of_the_share_that_it_should() -> None:

@@ -79,7 +79,7 @@ def pack(out: Path, packing: Packing, *, threads: int, rank: int = 0, num_ranks:
         writer = _Writer(work, packing)
         for _ in pool.map(writer.write_shard, todo):
             bar.advance()
-    with _only_one(work):
+    with only_one(work):
         if out.exists():  # another rank was quicker
             return open_store(out)
         if not all(_done_path(work, shard).exists() for shard in range(len(packing.table.shards))):
@@ -281,7 +281,7 @@ def _done_path(work: Path, shard: int) -> Path:
 
 
 @contextmanager
-def _only_one(work: Path) -> Iterator[None]:
+def only_one(work: Path) -> Iterator[None]:
     """A lock that dies with its process."""
     try:
         file = (work / "lock").open("w")

@@ -6,6 +6,7 @@ early, by forking, and each is driven by whichever loader thread has work; large
 sides see, so that nothing is pickled but a few numbers.
 """
 
+import atexit
 import ctypes
 import mmap
 import multiprocessing as mp
@@ -24,6 +25,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1  # of prctl: a signal when the parent ends
 JOIN_S = 5.0
+_OURS: set[Connection] = set()  # the parent's ends of all pipes
 
 # A task in a process: (argument, room for its result) -> (result, bytes used of the room).
 Task = Callable[[Any, memoryview], tuple[R, int]]
@@ -36,9 +38,11 @@ class Processes(Generic[R]):
         self._free: queue.SimpleQueue[_Process[R]] = queue.SimpleQueue()
         self._all: list[_Process[R]] = []
         for _ in range(count):
-            process = _Process(task, num_bytes, [one.ours for one in self._all])
+            process = _Process(task, num_bytes)
             self._all.append(process)
             self._free.put(process)
+        # Before multiprocessing's own handler, which would send a signal that they ignore, and wait.
+        atexit.register(self.close)
 
     def run(self, arguments: Sequence[Any], take: Callable[[R, memoryview], T]) -> list[T]:
         """Runs the task for each argument, in as many processes as are free, and gives the answers in order.
@@ -79,15 +83,14 @@ class Processes(Generic[R]):
 
 
 class _Process(Generic[R]):
-    def __init__(self, task: Task[R], num_bytes: int, others: list[Connection]) -> None:
+    def __init__(self, task: Task[R], num_bytes: int) -> None:
         # Anonymous and shared: only the pages that are written take memory.
         self.room = memoryview(mmap.mmap(-1, num_bytes))
         self.ours, theirs = mp.Pipe()
         self._asked = False
+        _OURS.add(self.ours)
         context = mp.get_context("fork")
-        self._process = context.Process(
-            target=_serve, args=(task, theirs, self.room, [*others, self.ours]), daemon=True
-        )
+        self._process = context.Process(target=_serve, args=(task, theirs, self.room), daemon=True)
         with warnings.catch_warnings():
             # Python warns of forking beside threads. Ours take no locks that others may hold: they read, decode, copy.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -125,15 +128,17 @@ class _Process(Generic[R]):
 
     def close(self) -> None:
         self.ours.close()
+        _OURS.discard(self.ours)
         self._process.join(JOIN_S)
 
 
-def _serve(task: Task[Any], pipe: Connection, room: memoryview, inherited: list[Connection]) -> None:
+def _serve(task: Task[Any], pipe: Connection, room: memoryview) -> None:
     """The life of a process: answers until nobody asks any more."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for connection in inherited:  # as long as we hold the other ends, nobody would see the parent close them
+    # Signals to stop reach the whole group; the parent still needs a batch or two before it saves, and decides when to end.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    for connection in _OURS:  # forked with us; as long as we hold them, nobody would see the parent close them
         connection.close()
     while True:
         try:

@@ -25,6 +25,12 @@ from stoker import console
 from stoker.errors import MachineError, UserError
 from stoker.files import new_folder, write_json
 
+# What each optimizer keeps of a parameter.
+MOMENTS = {
+    "AdamW": {"step", "exp_avg", "exp_avg_sq"},
+    "Lamb": {"step", "exp_avg", "exp_avg_sq"},
+    "SGD": {"momentum_buffer"},
+}
 VERSION = 1
 CHECKSUMS = "checksums.json"
 
@@ -171,13 +177,25 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def load_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], where: str
 ) -> None:
+    """Moments as they were. Those of another kind of optimizer are of no use: then moments start anew, and that is said."""
     parameters = dict(model.named_parameters())
+    found, wanted = {name.partition("/")[0] for name in tensors}, MOMENTS[type(optimizer).__name__]
+    if found and found != wanted:
+        console.say(f"The moments in {where} ({', '.join(sorted(found))}) are of another optimizer: ours start anew.")
+        return
     for name, value in tensors.items():
         kind, _, parameter_name = name.partition("/")
         if parameter_name not in parameters:
             raise UserError(f"The optimizer state in {where} is of another model: it has {parameter_name}.")
         parameter = parameters[parameter_name]
-        optimizer.state[parameter][kind] = value.to(parameter.device) if value.ndim or parameter.is_cuda else value
+        optimizer.state[parameter][kind] = _beside(parameter, value)
+
+
+def _beside(parameter: Tensor, value: Tensor) -> Tensor:
+    """On the parameter's device and laid out like it: fused optimizers walk through both alike."""
+    if value.shape != parameter.shape:
+        return value.to(parameter.device) if value.ndim or parameter.is_cuda else value
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class TrainConfig:
     warmup_steps: Annotated[int, Field(ge=0), AlsoCalled("warmup")] = (
         100  # attention diverges when started at full rate
     )
+    warmup_epochs: Annotated[float, Field(ge=0)] | None = None  # instead of warmup_steps
     final_share: Annotated[float, Field(ge=0, le=1)] = 0.01  # of the rate at the end of cosine and onecycle
     decay_every: Annotated[int, Field(ge=1)] | None = None  # steps, of schedule step; None: thirds of the run
     decay_by: Annotated[float, Field(gt=0, lt=1)] = 0.1  # factor of schedule step

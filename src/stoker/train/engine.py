@@ -52,6 +52,9 @@ class Engine:
     def __init__(self, trainer: Trainer, seed: int) -> None:
         lr, self.lr_rule = scaled_lr(trainer.config, trainer.training.plan.batch_size)
         config, task = dataclasses.replace(trainer.config, lr=lr), trainer.task
+        if config.warmup_epochs is not None:
+            steps = round(config.warmup_epochs * trainer.training.plan.steps_per_epoch())
+            config = dataclasses.replace(config, warmup_steps=steps)
         use_tf32(config.tf32)
         self.trainer, self.config, self.task = trainer, config, task
         self.model = task.model.to(trainer.device).train()
@@ -139,6 +142,7 @@ class Engine:
     def evaluate(self) -> dict[str, float]:
         """Raw weights, and averaged ones beside them; the run is judged by the averaged ones where there are any."""
         trainer, task = self.trainer, self.task
+        self._share_statistics()
         metrics = evaluate(task, trainer.validation, trainer.device, self.precision)
         self.score = metrics[task.metric]
         if self.stepper.average is not None:
@@ -153,6 +157,7 @@ class Engine:
     def save(self, score: float | None = None) -> None:
         """Hands a copy to the background writer; weights that are not finite are never written."""
         self.bad_steps.check()
+        self._share_statistics()
         if not all(bool(torch.isfinite(value).all()) for value in self.model.state_dict().values()):
             self.trainer.log.write("not_saved", step=self.step, reason="weights are not finite")
             console.say(f"NOT SAVED at step {self.step}: weights are not finite. The checkpoint before stays.")
@@ -208,6 +213,17 @@ class Engine:
         if (scale := self.stepper.scale) is not None and "scale" in snapshot.tensors:
             scale.scale.copy_(snapshot.tensors["scale"]["scale"])
             scale.quiet.copy_(snapshot.tensors["scale"]["quiet"])
+
+    def _share_statistics(self) -> None:
+        """Running statistics (batch norm) of each rank are of its own samples: the mean over ranks is judged and saved."""
+        count = self.trainer.ranks.count
+        names = self.stepper.statistics
+        if count == 1 or not names:
+            return
+        sides = [self.model.state_dict(), *([self.stepper.average.weights] if self.stepper.average else [])]
+        buffers = [side[name] for side in sides for name in names]
+        parallel.sum_over_ranks(buffers)
+        torch._foreach_div_(buffers, count)
 
     def summary(self) -> tuple[tuple[str, str], ...]:
         """What a run came to, besides its metrics."""

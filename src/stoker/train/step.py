@@ -42,9 +42,10 @@ class Stepper:
         self._config, self._precision, self._device = config, precision, device
         # Running statistics (batch norm) are written in the forward pass, before anyone knows that the step is bad.
         saved = task.model.state_dict()
-        self._statistics = [
-            buffer for name, buffer in task.model.named_buffers() if name in saved and buffer.is_floating_point()
-        ]
+        found = {
+            name: buffer for name, buffer in task.model.named_buffers() if name in saved and buffer.is_floating_point()
+        }
+        self.statistics, self._statistics = list(found), list(found.values())
 
     def compute(self, step: OnDevice[Any], stop_asked: bool = False) -> StepResult:
         """Gradients of the whole step, summed over micro-batches and ranks; nothing is updated yet."""

@@ -22,7 +22,8 @@ def draw_plots(values: Mapping[str, Any], truth: Mapping[str, Any], result: Mapp
     if truth:
         _against(values, np.log10(truth["energy"]), "log10 of the energy / GeV", folder / "by_energy.png")
     _bias(values, folder / "bias.png")
-    _coverage(result["kappa"], folder / "calibration.png")
+    if "kappa" in result:
+        _coverage(result["kappa"], folder / "calibration.png")
 
 
 def _errors(values: Mapping[str, Any], path: Path) -> None:

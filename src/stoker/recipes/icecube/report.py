@@ -75,8 +75,9 @@ def report(
         "by_pulses": _by_bins(values, values["pulses"], PULSE_EDGES),
         "by_zenith_rad": _by_bins(values, np.arccos(np.clip(values["true"][:, 2], -1, 1)), ZENITH_EDGES),
         "bias": _bias(values),
-        "kappa": calibration(values["kappa"], values["error"]),
     }
+    if task.has_kappa:
+        result["kappa"] = calibration(values["kappa"], values["error"])
     if truth:
         result["by_energy_gev"] = _by_bins(values, truth["energy"], ENERGY_EDGES)
         result["by_kind"] = {
@@ -248,9 +249,9 @@ def as_text(result: Mapping[str, Any]) -> str:
         if found := result.get(key):
             heading = ("", *(name.replace("_", " ") for name in next(iter(found.values()))))
             parts.append(_table(title, heading, {name: list(row.values()) for name, row in found.items()}))
-    kappa = result["kappa"]
-    rows = {name: list(kappa[name].values()) for name in ("coverage", "coverage_corrected")}
-    parts.append(_table("Share of events inside regions that should hold", ("", *kappa["coverage"]), rows))
+    if kappa := result.get("kappa"):
+        rows = {name: list(kappa[name].values()) for name in ("coverage", "coverage_corrected")}
+        parts.append(_table("Share of events inside regions that should hold", ("", *kappa["coverage"]), rows))
     parts.append(_table("Mean direction", ("", "x", "y", "z"), result["bias"]))
     robust = {name: [value] for name, value in result["robustness_rad"].items()}
     parts.append(_table("Mean error of changed events", ("", "mean"), robust))

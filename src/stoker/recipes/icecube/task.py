@@ -39,6 +39,7 @@ class DirectionTask:
         self.model = build_model(config, geometry)
         self.know_nothing_loss = KNOW_NOTHING[config.loss]
         self._loss = config.loss
+        self.has_kappa = config.loss != "angle"  # an angle says nothing about kappa, which then stays as it began
         self.sensor_xyz = torch.from_numpy(geometry.xyz)
 
     def predict(self, batch: EventBatch) -> Tensor:
@@ -70,7 +71,7 @@ class DirectionTask:
             "guess_mean_rad": GUESS_RAD,
             "guess_median_rad": GUESS_RAD,
         }
-        if self._loss != "angle":
+        if self.has_kappa:
             metrics["in_68_percent_region"] = float(np.mean(scores["in_region"]))
         return metrics
 

@@ -156,8 +156,9 @@ def _equalize(images: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Mixing:
-    """Every image with its neighbour in the batch: (B,) weight of the own image, and a box for those that are pasted."""
+    """Every image with another of the batch: (B,) weight of the own image, and a box for those that are pasted."""
 
+    partner: Tensor  # (B,) int64, places in the batch
     weight: Tensor  # (B,) of the own label
     blend: Tensor  # (B,) weight of the own pixels everywhere; 1 where a box is pasted
     boxes: Tensor  # (B, 4) top, left, bottom, right as shares of the side; empty where blended
@@ -177,24 +178,34 @@ class Mixing:
         own = np.where(pasted, 1 - (bottom - top) * (right - left), np.where(active, weight, 1.0))
         boxes = np.stack([top, left, bottom, right], 1) * pasted[:, None]
         blend = np.where(active & ~cut, weight, 1.0)
-        return cls(*(torch.from_numpy(values.astype(np.float32)) for values in (own, blend, boxes)))
+        # All images in one random ring: micro-batches stand in the order of storage, where neighbours are of one class.
+        ring = np.argsort(numbers[:, 6], kind="stable")
+        partner = np.empty(len(ring), np.int64)
+        partner[ring] = np.roll(ring, -1)
+        rest = (torch.from_numpy(values.astype(np.float32)) for values in (own, blend, boxes))
+        return cls(torch.from_numpy(partner), *rest)
 
 
 def _beta(alpha: Floats, first: Floats, second: Floats) -> Floats:
-    """Draws of a symmetric beta distribution by Johnk's method where alpha is small, else by a table of its quantiles."""
+    """Draws of symmetric beta distributions: from a table of quantiles of the lower half, mirrored half of the time.
+
+    With x = t^(1/alpha) / 2 the density in t is (1 - x)^(alpha - 1), smooth also where that in x has nearly all its weight
+    at zero.
+    """
     out = np.empty(len(alpha))
+    t = (np.arange(4096) + 0.5) / 4096
     for value in np.unique(alpha):
         mine = alpha == value
-        grid = np.linspace(0, 1, 4097)[1:-1]
-        log_density = (value - 1) * (np.log(grid) + np.log1p(-grid))
-        cumulated = np.cumsum(np.exp(log_density - log_density.max()))
-        out[mine] = np.interp(first[mine], cumulated / cumulated[-1], grid)
+        x = t ** (1 / value) / 2
+        cumulated = np.cumsum((1 - x) ** (value - 1))
+        half = np.interp(first[mine], (cumulated - cumulated[0] / 2) / cumulated[-1], x)
+        out[mine] = np.where(second[mine] < 0.5, half, 1 - half)
     return out
 
 
 def mix(images: Tensor, mixing: Mixing) -> Tensor:
-    """Blends or pastes; the partner is the next image of the batch."""
-    partner = images.roll(-1, 0)
+    """Blends or pastes."""
+    partner = images[mixing.partner]
     images = images * mixing.blend.view(-1, 1, 1, 1) + partner * (1 - mixing.blend.view(-1, 1, 1, 1))
     return torch.where(_in_boxes(mixing.boxes, images.shape[-1]), partner, images)
 

@@ -59,12 +59,12 @@ class HostImages:
         moved = {name: value.to(device, non_blocking=True) for name, value in self._tensors().items()}
         images = resize(moved["pixels"], moved["offsets"], moved["shapes"], moved["flips"], self.size)
         labels = moved["labels"]
-        partner, weight = labels.roll(-1, 0), torch.ones(len(labels), device=device)
+        partner, weight = labels, torch.ones(len(labels), device=device)
         if self.augment is not None:
             images = normalise(rand_augment(denormalise(images), self.augment))
         if self.mixing is not None:
             mixing = Mixing(*(value.to(device, non_blocking=True) for value in vars(self.mixing).values()))
-            images, weight = mix(images, mixing), mixing.weight
+            images, partner, weight = mix(images, mixing), labels[mixing.partner], mixing.weight
         if self.erasing is not None:
             images = erase(images, Erasing(self.erasing.boxes.to(device, non_blocking=True)))
         images = images.contiguous(memory_format=torch.channels_last)

@@ -1,6 +1,7 @@
 """Where the images of a run come from, and how bytes become batches."""
 
 # B images of a micro-batch
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,6 +96,12 @@ class Chosen:
 
 def open_data(run: RunConfig, device: torch.device) -> RunData:
     chosen, config = choose(run), run.data
+    if run.loader.bad_shards != "stop":
+        raise UserError("loader.bad_shards is not for images: data.broken says what an image does that cannot be read.")
+    if run.loader.sample_cost is not None:
+        raise UserError(
+            "loader.sample_cost thins samples that are too long, and an image cannot be thinned: leave it out."
+        )
     table = chosen.images.table
     if config.check_labels:
         check_labels(
@@ -225,8 +232,8 @@ class BrokenImages:
         if self._policy == "stop":
             raise UserError(f"The image {name} cannot be decoded: {reason}. --data.broken skip leaves such images out.")
         with self._lock:
-            if name not in self._names:
-                console.say(f"BROKEN IMAGE, left out: {name}: {reason}")
+            if name not in self._names:  # on every rank: each sees images that the others do not
+                print(f"BROKEN IMAGE, left out: {name}: {reason}", file=sys.stderr, flush=True)
             self._names.add(name)
             if len(self._names) > max(10, MOST_BROKEN * self._seen):
                 raise UserError(
@@ -275,7 +282,9 @@ class _Maker:
             nowhere = memoryview(b"")
             return self._batch(asked, [_taken(self._decode(asked, nowhere)[0], nowhere)])
         # In small parts: every process helps with a large batch, and needs room for a few images only.
-        parts = [_Asked(_part(asked.micro, first), asked.training) for first in range(0, len(asked.micro.rows), PART)]
+        parts = [
+            _Asked(_part(asked.micro, first), asked.training) for first in range(0, max(1, len(asked.micro.rows)), PART)
+        ]
         return self._batch(asked, self._processes.run(parts, _taken))
 
     def _decode(self, asked: _Asked, room: memoryview) -> tuple[_Decoded, int]:
@@ -289,7 +298,7 @@ class _Maker:
             try:
                 parts.append(part(reader.read(row), one))
                 kept.append(one)
-            except Broken as error:
+            except (Broken, OSError) as error:
                 broken.append((row, str(error)))
         total = sum(part.size for part in parts)
         fits = 0 < total <= len(room)

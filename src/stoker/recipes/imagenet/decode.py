@@ -70,7 +70,7 @@ def decode_part(content: bytes, box: Box, height: int, width: int, size: int) ->
     top, left = round(box.top * scale_y), round(box.left * scale_x)
     bottom = max(top + 1, round((box.top + box.height) * scale_y))
     right = max(left + 1, round((box.left + box.width) * scale_x))
-    return pixels[top:bottom, left:right]
+    return pixels[top:bottom, left:right].copy()  # a view would keep the whole image
 
 
 def _at_least(side: float) -> int:

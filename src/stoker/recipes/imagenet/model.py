@@ -21,6 +21,12 @@ class ImageModelConfig:
     loss: Literal["ce", "bce"] = "ce"  # cross-entropy, or one yes or no a class
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of ce
 
+    def __post_init__(self) -> None:
+        if self.loss == "bce" and self.label_smoothing:
+            raise ValueError(
+                f"label_smoothing {self.label_smoothing} is for loss ce; bce has no use for it: set it to 0"
+            )
+
 
 def build_model(config: ImageModelConfig, num_classes: int) -> nn.Module:
     if config.name == SMALL:

@@ -20,6 +20,7 @@ from PIL import Image
 from stoker import console
 from stoker.data.loader import LoaderConfig
 from stoker.data.order import ExactOrder
+from stoker.data.pack import only_one
 from stoker.data.ragged import Array, Indices
 from stoker.data.samples import SampleTable, new_table
 from stoker.errors import UserError
@@ -48,17 +49,23 @@ def pack(request: PackRequest) -> Mapping[str, Any]:
         raise UserError(f"--quality is {request.quality}; it runs from 1 to 100.")
     if request.short_side is not None and request.short_side < 8:
         raise UserError(f"--short-side is {request.short_side}; it must be at least 8 pixels.")
-    chosen = choose_images(
-        open_images(request.source), request.max_classes, request.max_per_class, request.shuffled or 0, 0.1
-    )
+    if request.max_classes is not None and request.max_classes < 2:
+        raise UserError(f"--max-classes is {request.max_classes}; telling classes apart needs at least two.")
+    # The subset and the held-out share are those of `stoker train` with its defaults.
+    chosen = choose_images(open_images(request.source), request.max_classes, request.max_per_class, 0, 0.1)
     shards = _shards(chosen, request.shuffled)
-    if not (request.out / MANIFEST).is_file():
-        _claim(request, chosen)
+    plan = _plan(request, chosen)
+    if (request.out / MANIFEST).is_file():
+        if json.loads((request.out / MANIFEST).read_text()).get("plan") != plan:
+            raise UserError(f"{request.out} holds another packed set (source, size, quality, order or subset differ).")
+    else:
+        _claim(request.out, plan)
         _write_shards(request, chosen, shards)
-        if not all(_index_path(request.out, shard).exists() for shard in shards):
-            return {"path": str(request.out), "state": "other ranks are still at work"}
-        if request.rank == 0:
-            _complete(request.out, chosen, shards)
+        with only_one(request.out):
+            if not all(_index_path(request.out, shard).exists() for shard in shards):
+                return {"path": str(request.out), "state": "other ranks are still at work"}
+            if not (request.out / MANIFEST).is_file():
+                _complete(request.out, chosen, shards, plan)
     packed = open_images(request.out)
     result: dict[str, Any] = {
         "path": str(request.out),
@@ -116,9 +123,8 @@ def _shards(chosen: Chosen, shuffled: int | None) -> list[_Shard]:
     return found
 
 
-def _claim(request: PackRequest, chosen: Chosen) -> None:
-    """Makes the folder, or sees that what is in it belongs to the same pack."""
-    plan = {
+def _plan(request: PackRequest, chosen: Chosen) -> dict[str, Any]:
+    return {
         "source": chosen.images.table.fingerprint,
         "short_side": request.short_side,
         "quality": request.quality,
@@ -126,9 +132,13 @@ def _claim(request: PackRequest, chosen: Chosen) -> None:
         "max_classes": request.max_classes,
         "max_per_class": request.max_per_class,
     }
-    path = request.out / PLAN
-    if not request.out.exists() or not any(request.out.iterdir()):
-        request.out.mkdir(parents=True, exist_ok=True)
+
+
+def _claim(out: Path, plan: dict[str, Any]) -> None:
+    """Makes the folder, or sees that what is in it belongs to the same pack."""
+    path = out / PLAN
+    if not out.exists() or all(entry.name.startswith(".") for entry in out.iterdir()):
+        out.mkdir(parents=True, exist_ok=True)
         write_json(path, plan)
         return
     try:
@@ -136,9 +146,7 @@ def _claim(request: PackRequest, chosen: Chosen) -> None:
     except (OSError, ValueError):
         found = None
     if found != plan:
-        raise UserError(
-            f"{request.out} is not empty and not the beginning of this pack. Remove it, or name another folder."
-        )
+        raise UserError(f"{out} is not empty and not the beginning of this pack. Remove it, or name another folder.")
 
 
 def _write_shards(request: PackRequest, chosen: Chosen, shards: list[_Shard]) -> None:
@@ -204,7 +212,7 @@ def _encode(content: bytes, request: PackRequest) -> bytes:
     return bytes(simplejpeg.encode_jpeg(np.asarray(shrunk), quality=request.quality or QUALITY))
 
 
-def _complete(out: Path, chosen: Chosen, shards: list[_Shard]) -> None:
+def _complete(out: Path, chosen: Chosen, shards: list[_Shard], plan: dict[str, Any]) -> None:
     """The table over all shards, then the manifest: with it the set is whole."""
     indices = [np.load(_index_path(out, shard)) for shard in shards]
     source = chosen.images.table.columns
@@ -221,8 +229,9 @@ def _complete(out: Path, chosen: Chosen, shards: list[_Shard]) -> None:
     fingerprint = f"packed {zlib.crc32(np.concatenate([index['crc'] for index in indices]).tobytes()):08x} {len(rows)}"
     with new_table(out / "samples", len(rows), LABELS, [shard.name for shard in shards], fingerprint) as writer:
         writer.append(columns)
-    write_json(out / MANIFEST, {"version": 1, "classes": list(chosen.classes.names), "shards": len(shards)})
-    (out / PLAN).unlink(missing_ok=True)
+    write_json(out / MANIFEST, {"version": 1, "classes": list(chosen.classes.names), "plan": plan})
+    for name in (PLAN, "lock"):
+        (out / name).unlink(missing_ok=True)
 
 
 def _index_path(out: Path, shard: _Shard) -> Path:

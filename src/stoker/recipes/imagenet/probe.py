@@ -78,7 +78,7 @@ def _thumbnail(reader: Reader, row: int) -> Floats:
     """Mean colours of 8 x 8 fields and their contrast; zeros for an image that cannot be decoded."""
     try:
         pixels = decode(reader.read(row), SIDE, SIDE).astype(np.float64) / 255
-    except Broken:
+    except (Broken, OSError):
         return np.zeros(SIDE * SIDE * 6)
     rows = np.linspace(0, pixels.shape[0], SIDE + 1).astype(int)[:-1]
     cols = np.linspace(0, pixels.shape[1], SIDE + 1).astype(int)[:-1]

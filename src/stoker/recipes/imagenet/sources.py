@@ -8,10 +8,10 @@ import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -81,11 +81,7 @@ def _open_folders(root: Path) -> Images:
         for class_folder in sorted(path for path in folder.iterdir() if path.is_dir()):
             if folder == root and class_folder == parts[1]:
                 continue
-            entries = sorted(
-                (entry.name, entry.stat().st_size)
-                for entry in os.scandir(class_folder)
-                if entry.name.lower().endswith(ENDINGS)
-            )
+            entries = sorted(_files(class_folder, class_folder))
             counts[part][class_folder.name] = len(entries)
             for number, (name, size) in enumerate(entries):
                 found.append(_Found(len(shards), number, size, class_folder.name, part, name))
@@ -101,6 +97,15 @@ def _open_folders(root: Path) -> Images:
         classes.check(counts[1], str(parts[1]))
     table = _table(root, "folders", shards, found, classes)
     return Images(table, FolderReader(root, table, names), classes, parts[1] is not None)
+
+
+def _files(folder: Path, top: Path) -> Iterator[tuple[str, int]]:
+    """Names and sizes of all images below a class folder, however deep."""
+    for entry in os.scandir(folder):
+        if entry.is_dir():
+            yield from _files(Path(entry.path), top)
+        elif entry.name.lower().endswith(ENDINGS):
+            yield str(Path(entry.path).relative_to(top)), entry.stat().st_size
 
 
 def _open_tars(root: Path) -> Images:
@@ -127,7 +132,7 @@ def _open_tars(root: Path) -> Images:
     if counts[1]:
         classes.check(counts[1], f"{root}, validation shards")
     table = _table(root, "tars", [str(path.relative_to(root)) for path in paths], found, classes)
-    return Images(table, RangeReader(root, table, {0: ""}), classes, bool(counts[1]))
+    return Images(table, RangeReader(root, table), classes, bool(counts[1]))
 
 
 def _members(path: Path, shard: int, part: int) -> list[_Found]:
@@ -139,29 +144,30 @@ def _members(path: Path, shard: int, part: int) -> list[_Found]:
             for member in tar:
                 if not member.isfile():
                     continue
-                key, _, ending = member.name.partition(".") if "/" not in member.name else _split_key(member.name)
-                if f".{ending.lower()}" in ENDINGS:
-                    images[key] = (member.name, member.offset_data, member.size)
+                key, ending = _split_key(member.name)
+                if member.name.lower().endswith(ENDINGS):
+                    images[member.name] = (key, member.offset_data, member.size)
                 elif ending == "cls":
                     handle = tar.extractfile(member)
                     labels[key] = handle.read().decode().strip() if handle else ""
     except tarfile.TarError as error:
         raise UserError(f"{path} is not a tar file, or not whole ({error}).") from error
-    without = [key for key in images if key not in labels and "/" not in key]
+    without = [name for name, (key, _, _) in images.items() if key not in labels and "/" not in key]
     if without:
         raise UserError(
             f"{path} has images without a class, neither in a .cls file nor as a folder: {listed(without)}."
         )
     return [
         _Found(shard, offset, size, labels.get(key) or Path(key).parent.name, part, name)
-        for key, (name, offset, size) in images.items()
+        for name, (key, offset, size) in images.items()
     ]
 
 
-def _split_key(name: str) -> tuple[str, str, str]:
-    folder, _, file = name.rpartition("/")
+def _split_key(name: str) -> tuple[str, str]:
+    """What the files of a sample share, up to the first dot of their names, and what comes after it."""
+    folder, slash, file = name.rpartition("/")
     stem, _, ending = file.partition(".")
-    return f"{folder}/{stem}", ".", ending
+    return f"{folder}{slash}{stem}", ending
 
 
 def _open_packed(root: Path) -> Images:
@@ -170,7 +176,7 @@ def _open_packed(root: Path) -> Images:
     if table is None:
         raise UserError(f"{root} has no sample table; the packed set is not whole. Pack it again.")
     classes = ClassMap(tuple(manifest["classes"]))
-    return Images(table, RangeReader(root, table, manifest), classes, bool(np.any(table.columns["part"] == 1)))
+    return Images(table, RangeReader(root, table), classes, bool(np.any(table.columns["part"] == 1)))
 
 
 class FolderReader:
@@ -190,7 +196,7 @@ class FolderReader:
 class RangeReader:
     """A range of bytes of a tar or of a packed shard, mapped into memory."""
 
-    def __init__(self, root: Path, table: SampleTable, _: Mapping[Any, Any]) -> None:
+    def __init__(self, root: Path, table: SampleTable) -> None:
         self._root, self._table = root, table
         self._maps: dict[int, Array] = {}
 
@@ -214,7 +220,7 @@ def _table(root: Path, kind: str, shards: list[str], found: Sequence[_Found], cl
         "shard": np.array([one.shard for one in found], np.int32),
         "first": np.array([one.first for one in found], np.int64),
         "count": np.array([one.count for one in found], np.int32),
-        "id": np.arange(len(found), dtype=np.int64),
+        "id": _ids(shards, found),
         "label": np.searchsorted(np.array(classes.names), np.array([one.label for one in found])).astype(np.int32),
         "part": np.array([one.part for one in found], np.int8),
     }
@@ -230,6 +236,12 @@ def _table(root: Path, kind: str, shards: list[str], found: Sequence[_Found], cl
         table = open_table(folder)
     assert table is not None, "a table that was just written can be opened"
     return table
+
+
+def _ids(shards: list[str], found: Sequence[_Found]) -> Indices:
+    """From names, so that an image keeps its number, and its side of a split, when others are added or removed."""
+    digests = (hashlib.sha256(f"{shards[one.shard]}/{one.name}".encode()).digest()[:8] for one in found)
+    return np.array([int.from_bytes(digest, "little") >> 1 for digest in digests], np.int64)
 
 
 def rows_of(table: SampleTable, part: int) -> Indices:

@@ -22,17 +22,20 @@ class ClassificationTask:
     goal = "max"
     dynamic_shapes = None  # the first shape is compiled for as it is; the smaller last batch goes through uncompiled
 
-    def __init__(self, config: ImageModelConfig, classes: ClassMap, batch_size: int | None) -> None:
+    def __init__(self, config: ImageModelConfig, classes: ClassMap) -> None:
         self.model = build_model(config, len(classes))
         self.classes = classes
-        self._config, self._usual = config, batch_size
+        self._config = config
+        self._usual: int | None = None  # images of a training batch on this rank
         share = 1 / len(classes)
         self.know_nothing_loss = math.log(len(classes))
         if config.loss == "bce":
             self.know_nothing_loss = -share * math.log(share) - (1 - share) * math.log(1 - share)
 
     def predict(self, batch: ImageBatch) -> Tensor:
-        if self._usual is not None and batch.num_samples != self._usual:
+        if self._usual is None and self.model.training:
+            self._usual = batch.num_samples
+        if batch.num_samples != self._usual:
             return self.model.forward(batch.images)  # type: ignore[no-any-return]
         return self.model(batch.images)  # type: ignore[no-any-return]
 
@@ -62,9 +65,9 @@ class ClassificationTask:
         }
 
     def summarise(self, scores: Mapping[str, npt.NDArray[np.floating[Any]]]) -> dict[str, float]:
-        by_class = np.bincount(scores["label"].astype(int), scores["top1"]) / np.maximum(
-            np.bincount(scores["label"].astype(int)), 1
-        )
+        label = scores["label"].astype(int)
+        count = np.bincount(label)
+        by_class = np.bincount(label, scores["top1"])[count > 0] / count[count > 0]
         return {
             "top1": float(np.mean(scores["top1"])),
             "top5": float(np.mean(scores["top5"])),
