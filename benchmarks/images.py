@@ -145,7 +145,9 @@ def interpreter(path: Path, repeats: int) -> None:
     cores = len(os.sched_getaffinity(0))
     for processes in (0, cores):
         slower, seen = [], 0
-        _, parts = parts_of(path, "cpu", "--loader.batch_size", "64", "--data.processes", str(processes))
+        _, parts = parts_of(
+            path, "cpu", "--loader.batch_size", "64", "--data.size", "48", "--data.processes", str(processes)
+        )
         steps = parts.training.batches(Position(0), 10**6)
         next(steps)
         begin = time.perf_counter()
@@ -206,7 +208,8 @@ def main() -> None:
         if torch.cuda.is_available():
             training(packed, options.steps)
         loading(folders, packed, options.images, options.repeats)
-        interpreter(packed["short side 288"], options.repeats)
+        draw_set(Path(scratch) / "small", per_class=100, held_out=2, seed=0)
+        interpreter(Path(scratch) / "small", options.repeats)
 
 
 if __name__ == "__main__":

@@ -168,6 +168,30 @@ def test_two_ranks_judge_every_image_once(stoker: Stoker, trained: tuple[Path, P
         assert together[name] == pytest.approx(value, rel=1e-4)
 
 
+def test_two_ranks_save_the_model_that_they_judged(stoker: Stoker, trained: tuple[Path, Path]) -> None:
+    """Batch norm's statistics are of each rank's own images until they are shared."""
+    _, drawn = trained
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m"]
+    words = [
+        "stoker",
+        "train",
+        "imagenet",
+        "--data.path",
+        str(drawn),
+        "--run.device",
+        "cpu",
+        "--train.steps",
+        "12",
+        "--json",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*torchrun, *words], cwd=stoker.folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout[done.stdout.index("{") :])
+    judged = stoker.json("evaluate", stoker.folder / told["run"], "--checkpoint", "last")["metrics"]
+    assert judged["validation_loss"] == pytest.approx(told["metrics"]["validation_loss"], rel=1e-4)
+
+
 def test_presets_say_where_their_accuracy_comes_from(stoker: Stoker) -> None:
     for preset in ("fast", "baseline", "rsb-a2", "cifar10"):
         text = stoker("config", f"imagenet:{preset}")

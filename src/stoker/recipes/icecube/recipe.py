@@ -108,9 +108,9 @@ NOTES: dict[str, tuple[str, ...]] = {
     "demo": (
         "stoker train icecube: simulates 60,000 events, about two minutes on two CPU cores; 1.00 rad, line fit 1.14.",
     ),
-    "seed": ("stoker train icecube:seed; one H200: 127,043 events/s from packed shards (benchmarks/end_to_end.py).",),
-    "flat-5m": ("stoker train icecube:flat-5m; one H200: 123,906 events/s, 14.8 GiB (benchmarks/end_to_end.py).",),
-    "deep": ("stoker train icecube:deep; one H200: 34,280 events/s, 25.0 GiB (benchmarks/end_to_end.py).",),
+    "seed": ("stoker train icecube:seed; one H200, --loader.micro_cost 1600000: 127,043 events/s, 20.8 GiB.",),
+    "flat-5m": ("stoker train icecube:flat-5m; one H200, --loader.micro_cost 1600000: 123,906 events/s, 14.8 GiB.",),
+    "deep": ("stoker train icecube:deep; one H200, --loader.micro_cost 1600000: 34,280 events/s, 25.0 GiB.",),
     "h200": (
         "stoker train icecube:h200; one H200: 320 s with the simulation of 3 million events, 21.4 GiB.",
         "Measured once: mean error 0.710 rad on 100,000 held-out events, line fit 1.137; 69.0 % inside their 68 % regions.",
