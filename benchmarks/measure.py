@@ -32,4 +32,6 @@ def emit(result: dict[str, Any]) -> None:
 
 def _short(word: str) -> str:
     """Paths without the directory they happen to lie in."""
-    return f"{Path(word).parent.name}/{Path(word).name}" if word.endswith(".py") else word
+    if word.endswith(".py"):
+        return f"{Path(word).parent.name}/{Path(word).name}"
+    return Path(word).name if "/" in word and Path(word).exists() else word

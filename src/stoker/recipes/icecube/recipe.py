@@ -106,7 +106,7 @@ def kaggle() -> RunConfig:
 
 NOTES: dict[str, tuple[str, ...]] = {
     "demo": (
-        "stoker train icecube: simulates 60,000 events, about two minutes on two CPU cores; 1.00 rad, line fit 1.14.",
+        "stoker train icecube: simulates 60,000 events, about two minutes on two CPU cores; 1.01 rad, line fit 1.14.",
     ),
     "seed": ("stoker train icecube:seed; one H200, --loader.micro_cost 1600000: 127,043 events/s, 20.8 GiB.",),
     "flat-5m": ("stoker train icecube:flat-5m; one H200, --loader.micro_cost 1600000: 123,906 events/s, 14.8 GiB.",),
