@@ -80,7 +80,8 @@ MODELS: list[DirectionConfig] = [
 
 
 @pytest.mark.parametrize("config", MODELS, ids=lambda config: type(config).__name__)
-# In bf16 a gradient of all layers together is within 12 % of the exact one; plain PyTorch operations in bf16 are no nearer.
+# In bf16 a gradient of all layers together is within 12 % of the exact one: 8.4 % were seen with the flat model, on an H200.
+# Whether plain operations in bf16 would be nearer was not looked at.
 @pytest.mark.parametrize(("kind", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.12)])
 def test_fast_models_equal_the_plain_ones_in_float64(
     events_dir: Path, config: DirectionConfig, kind: Any, tolerance: float

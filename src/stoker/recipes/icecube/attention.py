@@ -139,7 +139,7 @@ class EncoderLayer(nn.Module):
     """Pre-norm attention and feed-forward over segments.
 
     Without biases, and norms without weights: the next matrix can learn what they would, and their gradients are sums over
-    all tokens, which took 7 % of a step on an H200. Squared ReLU, because an error function keeps a GPU busier than the
+    all tokens, 2.4 of 36 ms in one profile on an H200. Squared ReLU, because an error function keeps a GPU busier than the
     memory it waits for.
     """
 

@@ -325,7 +325,7 @@ def _thin(read: _Read, table: SampleTable, cap: int, *, grouped: bool) -> _Read:
 
 @cache
 def _simulated(num_events: int, num_files: int, seed: int, device: str) -> Path:
-    """Made on the GPU where the run uses one: thirty times as fast, and other events for the same seed."""
+    """Made on the GPU where the run uses one: much faster, and other events for the same seed."""
     folder = cache_folder() / "simulated" / f"icecube-{num_events}-{num_files}-{seed}-{device}"
     if not (folder / "train_meta.parquet").exists():
         console.say(f"No data.path was given: simulating {num_events:,} events into {folder}.")

@@ -34,7 +34,7 @@ SHARES = (0.1, 0.25, 0.5, 0.68, 0.9, 0.95)
 PULSE_EDGES = (0, 40, 60, 100, 200, 1000, math.inf)
 ZENITH_EDGES = tuple(math.acos(c) for c in (1, 0.6, 0.2, -0.2, -0.6, -1))
 ENERGY_EDGES = (0, 1e3, 1e4, 1e5, 1e6, math.inf)
-MOST_FITTED = 2000  # tracks that the likelihood fit gets: it takes a hundred times as long as the model
+MOST_FITTED = 2000  # tracks that the likelihood fit gets: it takes far longer than the model
 MOST_PERTURBED = 8192  # events
 
 Numbers = npt.NDArray[np.floating[Any]]

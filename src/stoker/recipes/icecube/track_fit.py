@@ -2,7 +2,8 @@
 
 For each DOM the first coincident pulse must be the earliest of as many photons as the DOM saw; each photon is late by a
 gamma-distributed scattering delay that grows with its distance from the track (a Pandel function). Constants are those of
-the simulated light (light.py), so on simulated events the fit knows the ice as well as it can. All events, and several
+the simulated light (light.py), and the spread of times and the noise were chosen on 400 simulated tracks: on simulated
+events the fit is as good as we could make it. All events, and several
 starts of each, are fitted at once.
 """
 
