@@ -1,9 +1,9 @@
 """Worker processes for stages that keep Python busy, such as decoding many small images.
 
-Threads share one interpreter lock. A stage that needs it for every sample takes it away from the thread that feeds the GPU:
-beside sixteen threads that decoded JPEG a training step took half as long again although batches lay ready. Processes are made
-early, by forking, and each is driven by whichever loader thread has work; large results come back through memory that both
-sides see, so that nothing is pickled but a few numbers.
+Threads share one interpreter lock. A stage that needs it for every sample takes it away from the thread that feeds the
+GPU: beside sixteen threads that decoded JPEG a training step took half as long again although batches lay ready.
+Processes are made early, by forking, and each is driven by whichever loader thread has work; large results come back
+through memory that both sides see, so that nothing is pickled but a few numbers.
 """
 
 import atexit

@@ -1,11 +1,12 @@
 """From a batch to numbers that a network can use: normalised here and nowhere else, so that no caller can forget to.
 
-Constants and where they come from: times are counted from the trigger, which the readout places at 10,000 ns, in units of
-3e4 ns, log10 of the charge in units of 3, positions in units of the detector's half-size, 500 m: what the published models
-of the Kaggle competition use. Real pulses have times of 12,909 +- 4,385 ns and a median charge of 1.025 (public notebooks on
-that data), so 0.10 +- 0.15 and 0.00. Ice lengths have the centre and scale that those models use. Absolute numbers alone hide what matters: most
-events are much smaller than the detector and shorter than a readout, so the same quantities relative to the centre of the
-event's coincident pulses stand beside them, with sines and cosines that keep nanoseconds and metres apart in 16 bits.
+Constants and where they come from: times are counted from the trigger, which the readout places at 10,000 ns, in units
+of 3e4 ns, log10 of the charge in units of 3, positions in units of the detector's half-size, 500 m: what the published
+models of the Kaggle competition use. Real pulses have times of 12,909 +- 4,385 ns and a median charge of 1.025 (public
+notebooks on that data), so 0.10 +- 0.15 and 0.00. Ice lengths have the centre and scale that those models use. Absolute
+numbers alone hide what matters: most events are much smaller than the detector and shorter than a readout, so the same
+quantities relative to the centre of the event's coincident pulses stand beside them, with sines and cosines that keep
+nanoseconds and metres apart in 16 bits.
 """
 
 # E events, D DOMs hit, P pulses

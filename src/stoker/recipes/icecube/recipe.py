@@ -118,7 +118,7 @@ NOTES: dict[str, tuple[str, ...]] = {
     "kaggle": (
         "stoker train icecube:kaggle --data.path DIR: files 1 to 650 train, 651 to 660 validate.",
         "One H200, computed: 4 x 130.0 M events at 123,906 events/s, 70 minutes; packing 11; 198 GB of disk; 14.8 GiB.",
-        "Accuracy on the real data: not known, nobody has run it yet. The design's authors state 0.983 rad, on training events.",
+        "Accuracy on the real data: not known, nobody has run it. The design's authors state 0.983 rad, on training events.",
     ),
 }
 
