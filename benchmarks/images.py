@@ -5,6 +5,7 @@ as many workers as there are cores. On a GPU also whole training steps: from pac
 """
 
 import argparse
+import multiprocessing
 import os
 import statistics
 import tarfile
@@ -28,6 +29,7 @@ from stoker.data.samples import new_table, open_table
 from stoker.launch import Parts, build_parts, resolve_target
 from stoker.recipe import PackRequest
 from stoker.recipes.imagenet.draw import draw_set
+from stoker.recipes.imagenet.gpu_decode import GpuDecoder
 from stoker.recipes.imagenet.pack import pack
 from stoker.recipes.imagenet.recipe import RECIPE
 from stoker.recipes.imagenet.sources import LABELS
@@ -162,32 +164,35 @@ def interpreter(path: Path, repeats: int) -> None:
 
 def training(packed: dict[str, Path], steps: int) -> None:
     """Whole steps of ResNet-50 at 224 pixels in bf16: resident batches, then fed from each set with the same model."""
-    task, ready = None, 0.0
-    for name, path in packed.items():
-        run, parts = parts_of(path, "cuda", "--train.epochs", "1000")
-        if task is None:
-            task = parts.task
-            kept = []
-            for step in feed(parts.training.batches(Position(0), 10**6), parts.device):
-                kept.append(step)
-                if len(kept) == 20:
-                    break
-            values, _ = rates(run, parts, Kept(parts.training.plan, kept), steps)
-            ready = statistics.median(values)
-            emit(line("images, training on resident batches", values, "images/s", batch_size=256))
-        for processes in (0, len(os.sched_getaffinity(0))):
-            run, again = parts_of(path, "cuda", "--train.epochs", "1000", "--data.processes", str(processes))
-            again = replace(again, task=task)
-            psutil.cpu_percent()
-            values, wait = rates(run, again, again.training, steps)
-            details = {
-                "of_resident": round(statistics.median(values) / ready, 4),
-                "cpu_percent": psutil.cpu_percent(),
-                "wait_share": round(wait, 4),
-                "loader": again.training.times.read(),
-                "processes": processes,
-            }
-            emit(line(f"images, training from packed {name}", values, "images/s", **details))
+    console.be_quiet()
+    ways = [(name, on_gpu) for name in packed for on_gpu in ("true", "false")]
+    # All at once, before memory fills: pages that a forked process shares are copied when somebody writes to them.
+    made = {
+        way: parts_of(packed[way[0]], "cuda", "--train.epochs", "1000", "--data.decode_on_gpu", way[1]) for way in ways
+    }
+    run, parts = made[ways[0]]
+    kept = []
+    for step in feed(parts.training.batches(Position(0), 10**6), parts.device):
+        kept.append(step)
+        if len(kept) == 20:
+            break
+    ready, _ = rates(run, parts, Kept(parts.training.plan, kept), steps)
+    emit(line("images, training on resident batches", ready, "images/s", batch_size=256))
+    kept.clear()
+    for (name, on_gpu), (run, own) in made.items():
+        fed = replace(own, task=parts.task)
+        psutil.cpu_percent()
+        before = GpuDecoder.total
+        values, wait = rates(run, fed, fed.training, steps)
+        details = {
+            "of_resident": round(statistics.median(values) / statistics.median(ready), 4),
+            "cpu_percent": psutil.cpu_percent(),
+            "wait_share": round(wait, 4),
+            "decode_on_gpu": on_gpu == "true",
+            "decoded_there": GpuDecoder.total - before,
+            "loader": fed.training.times.read(),
+        }
+        emit(line(f"images, training from packed {name}", values, "images/s", **details))
 
 
 def main() -> None:
@@ -206,7 +211,10 @@ def main() -> None:
         make_packed(folders, packed["original"], None, options.times)
         make_packed(folders, packed["short side 288"], 288, options.times)
         if torch.cuda.is_available():
-            training(packed, options.steps)
+            # In a process of its own: what loading alone leaves in memory would be copied at every fork.
+            apart = multiprocessing.get_context("spawn").Process(target=training, args=(packed, options.steps))
+            apart.start()
+            apart.join()
         loading(folders, packed, options.images, options.repeats)
         draw_set(Path(scratch) / "small", per_class=100, held_out=2, seed=0)
         interpreter(Path(scratch) / "small", options.repeats)

@@ -5,6 +5,7 @@ import os
 import shutil
 import tarfile
 from pathlib import Path
+from time import sleep
 
 import numpy as np
 import pytest
@@ -256,6 +257,42 @@ def test_many_threads_share_a_few_processes() -> None:
         for first, answers in zip(range(0, 2000, 20), pool.map(ask, range(0, 2000, 20)), strict=True):
             assert answers == [(n * n, n) for n in range(first, first + 20)]
     processes.close()
+
+
+def test_a_helper_is_asked_only_when_no_process_is_free() -> None:
+    """The one process takes half a second for its first answer: the second question finds it busy."""
+    from stoker.data.processes import Processes
+
+    def slow(argument: int, room: memoryview) -> tuple[tuple[str, int], int]:
+        sleep(0.5)
+        return ("process", argument), 0
+
+    processes: Processes[tuple[str, int]] = Processes(slow, 1, 8, lambda argument: ("helper", argument))
+    try:
+        alone = processes.run([0, 1], lambda result, _: result)
+        together = processes.run(range(9), lambda result, _: result, helped=True)
+    finally:
+        processes.close()
+    assert alone == [("process", 0), ("process", 1)]
+    assert [number for _, number in together] == list(range(9))
+    assert together[0] == ("process", 0)
+    assert together[1] == ("helper", 1)
+
+
+def test_a_helper_that_fails_is_free_again() -> None:
+    from stoker.data.processes import Processes
+
+    def fails(argument: int) -> int:
+        raise UserError(f"no {argument}")
+
+    processes: Processes[int] = Processes(lambda argument, room: (sleep(0.2) or argument, 0), 1, 8, fails)
+    try:
+        for _ in range(2):
+            with pytest.raises(UserError, match="no 1"):
+                processes.run([0, 1], lambda result, _: result, helped=True)
+        assert processes.run([5], lambda result, _: result) == [5]
+    finally:
+        processes.close()
 
 
 def test_repeated_augmentation_shows_an_image_in_several_ways(pictures: Path) -> None:

@@ -10,8 +10,10 @@ import atexit
 import ctypes
 import mmap
 import multiprocessing as mp
+import os
 import queue
 import signal
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +27,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1  # of prctl: a signal when the parent ends
 JOIN_S = 5.0
+NICE = 10  # they give way to the thread that feeds the GPU, and work as fast where a core is free
 _OURS: set[Connection] = set()  # the parent's ends of all pipes
 
 # A task in a process: (argument, room for its result) -> (result, bytes used of the room).
@@ -32,10 +35,15 @@ Task = Callable[[Any, memoryview], tuple[R, int]]
 
 
 class Processes(Generic[R]):
-    """`count` processes, each with `num_bytes` of memory shared with us. Forked here: make it before threads and CUDA."""
+    """`count` processes, each with `num_bytes` of memory shared with us. Forked here: make it before threads and CUDA.
 
-    def __init__(self, task: Task[R], count: int, num_bytes: int) -> None:
+    `help_out` does the same task in the calling thread, with other means such as a GPU: one thread at a time is let in, and
+    only when no process is free. So the work is shared at the rates at which the two get it done.
+    """
+
+    def __init__(self, task: Task[R], count: int, num_bytes: int, help_out: Callable[[Any], R] | None = None) -> None:
         self._free: queue.SimpleQueue[_Process[R]] = queue.SimpleQueue()
+        self._helper = None if help_out is None else _Helper(help_out)
         self._all: list[_Process[R]] = []
         for _ in range(count):
             process = _Process(task, num_bytes)
@@ -44,19 +52,19 @@ class Processes(Generic[R]):
         # Before multiprocessing's own handler, which would send a signal that they ignore, and wait.
         atexit.register(self.close)
 
-    def run(self, arguments: Sequence[Any], take: Callable[[R, memoryview], T]) -> list[T]:
+    def run(self, arguments: Sequence[Any], take: Callable[[R, memoryview], T], *, helped: bool = False) -> list[T]:
         """Runs the task for each argument, in as many processes as are free, and gives the answers in order.
 
         `take` gets a result, and must copy what it wants of the shared memory. Safe to call from many threads: whoever waits
         for a process either has answers of its own to collect first, or holds none.
         """
         answers: list[T] = []
-        asked: deque[_Process[R]] = deque()
+        asked: deque[_Process[R] | _Helper[R]] = deque()
         coming = iter(arguments)
         left = len(arguments)
         try:
             while left or asked:
-                process = self._another(block=not asked) if left else None
+                process = self._another(block=not asked, helped=helped) if left else None
                 if process is not None:
                     asked.append(process)
                     process.ask(next(coming))
@@ -64,18 +72,25 @@ class Processes(Generic[R]):
                     continue
                 result, used = asked[0].answer()
                 answers.append(take(result, asked[0].room[:used]))
-                self._free.put(asked.popleft())
+                self._give_back(asked.popleft())
         finally:
             for process in asked:  # after an error: nobody else must find our answers in the pipe
                 process.forget()
-                self._free.put(process)
+                self._give_back(process)
         return answers
 
-    def _another(self, *, block: bool) -> "_Process[R] | None":
-        try:
-            return self._free.get(block)
-        except queue.Empty:
-            return None
+    def _another(self, *, block: bool, helped: bool) -> "_Process[R] | _Helper[R] | None":
+        with suppress(queue.Empty):
+            return self._free.get_nowait()
+        if helped and self._helper is not None and self._helper.lock.acquire(blocking=False):
+            return self._helper
+        return self._free.get() if block else None
+
+    def _give_back(self, process: "_Process[R] | _Helper[R]") -> None:
+        if isinstance(process, _Helper):
+            process.lock.release()
+        else:
+            self._free.put(process)
 
     def close(self) -> None:
         for process in self._all:
@@ -132,9 +147,30 @@ class _Process(Generic[R]):
         self._process.join(JOIN_S)
 
 
+class _Helper(Generic[R]):
+    """Answers as a process does, in the thread that asks."""
+
+    room = memoryview(b"")
+
+    def __init__(self, task: Callable[[Any], R]) -> None:
+        self._task, self.lock = task, threading.Lock()
+        self._answer: R | None = None
+
+    def ask(self, argument: Any) -> None:
+        self._answer = self._task(argument)
+
+    def answer(self) -> tuple[R, int]:
+        answer, self._answer = self._answer, None
+        return answer, 0  # type: ignore[return-value]
+
+    def forget(self) -> None:
+        self._answer = None
+
+
 def _serve(task: Task[Any], pipe: Connection, room: memoryview) -> None:
     """The life of a process: answers until nobody asks any more."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.nice(NICE)
     # Signals to stop reach the whole group; the parent still needs a batch or two before it saves, and decides when to end.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

@@ -14,21 +14,23 @@ class Average:
         self._model, self._decay = model, decay
         self.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
         self.updates = torch.zeros((), device=next(model.parameters()).device)
+        current = model.state_dict()  # the tensors themselves: training changes them in place
+        floats = [name for name, value in current.items() if value.is_floating_point()]
+        others = [name for name in current if name not in floats]
+        self._floats = [self.weights[name] for name in floats], [current[name].detach() for name in floats]
+        self._others = [self.weights[name] for name in others], [current[name].detach() for name in others]
 
     def update(self, skip: Tensor) -> None:
         """Moves towards the current weights, on the device, unless `skip` is 1."""
         self.updates += 1 - skip
         decay = torch.clamp((1 + self.updates) / (10 + self.updates), max=self._decay)
         share = (1 - decay) * (1 - skip)
-        current = self._model.state_dict()
-        floats = [name for name, value in self.weights.items() if value.is_floating_point()]
-        averaged = [self.weights[name] for name in floats]
-        moved = torch._foreach_sub([current[name].detach() for name in floats], averaged)
+        averaged, current = self._floats
+        moved = torch._foreach_sub(current, averaged)
         torch._foreach_mul_(moved, share)
         torch._foreach_add_(averaged, moved)
-        for name, value in self.weights.items():
-            if not value.is_floating_point():
-                value.copy_(current[name])
+        if self._others[0]:
+            torch._foreach_copy_(*self._others)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

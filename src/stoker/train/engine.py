@@ -27,7 +27,7 @@ from stoker.train.parallel import Ranks
 from stoker.train.precision import resolve_precision, use_tf32
 from stoker.train.schedule import scaled_lr
 from stoker.train.step import Stepper, StepResult
-from stoker.train.task import Task
+from stoker.train.task import Task, has_fixed_shapes
 
 COMPILE_WARMUP = 20  # steps in which new graphs are expected
 
@@ -63,7 +63,7 @@ class Engine:
         self.stepper = Stepper(task, self.optimizer, config, self.precision, trainer.device)
         if config.compile:
             # Ragged batches have a shape of their own each; others compile once for theirs.
-            self.model.compile(dynamic=getattr(task, "dynamic_shapes", True))
+            self.model.compile(dynamic=None if has_fixed_shapes(task) else True)
         self.step, self.position = 0, Position(seed)
         self.limit = config.steps
         self.total = total_steps(config, trainer.training)  # an estimate where steps are cut by cost

@@ -13,10 +13,11 @@ from stoker.data.device import OnDevice
 from stoker.errors import UserError
 from stoker.train.config import TrainConfig
 from stoker.train.ema import Average
+from stoker.train.graph import GraphedBackward
 from stoker.train.optim import step_unless
 from stoker.train.parallel import sum_over_ranks
 from stoker.train.precision import LossScale, autocast
-from stoker.train.task import Task
+from stoker.train.task import Task, has_fixed_shapes
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Stepper:
         self.average = Average(task.model, config.ema) if config.ema else None
         self.scale = LossScale(device) if precision == "fp16" else None
         self._config, self._precision, self._device = config, precision, device
+        graphs = config.cuda_graphs and device.type == "cuda" and has_fixed_shapes(task)
+        self._graphed = GraphedBackward(self._backward, self.parameters) if graphs else None
         # Running statistics (batch norm) are written in the forward pass, before anyone knows that the step is bad.
         saved = task.model.state_dict()
         found = {
@@ -49,15 +52,17 @@ class Stepper:
 
     def compute(self, step: OnDevice[Any], stop_asked: bool = False) -> StepResult:
         """Gradients of the whole step, summed over micro-batches and ranks; nothing is updated yet."""
-        before = [buffer.clone() for buffer in self._statistics]
+        before = flat(self._statistics)
         # None rather than zeros: the first micro-batch then writes its gradients instead of adding them.
         for parameter in self.parameters:
             parameter.grad = None
         loss = torch.zeros((), device=self._device)
         stop = torch.full((), float(stop_asked), device=self._device)
+        # A graph writes its gradients and cannot add to those of another micro-batch.
+        graphed = self._graphed if len(step.batches) == 1 else None
         for batch in step.batches:
             if batch.num_samples:
-                loss = loss + self._backward(batch, step.loaded.num_samples)
+                loss = loss + (graphed or self._backward)(batch, step.loaded.num_samples)
         for parameter in self.parameters:
             if parameter.grad is None:  # not used by the model, or this rank had no samples
                 parameter.grad = torch.zeros_like(parameter)
@@ -108,6 +113,14 @@ class Stepper:
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
-    def _restore(self, before: list[Tensor], bad: Tensor) -> None:
-        for buffer, old in zip(self._statistics, before, strict=True):
-            buffer.copy_(torch.where(bad > 0, old, buffer))
+    def _restore(self, before: Tensor, bad: Tensor) -> None:
+        """Few calls for all buffers: a model has hundreds, and a call each would keep the host busier than the device."""
+        if self._statistics:
+            kept = torch.where(bad > 0, before, flat(self._statistics))
+            parts = torch.split(kept, [buffer.numel() for buffer in self._statistics])
+            shaped = [part.view_as(buffer) for part, buffer in zip(parts, self._statistics, strict=True)]
+            torch._foreach_copy_(self._statistics, shaped)
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors]) if tensors else torch.empty(0)

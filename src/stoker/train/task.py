@@ -26,3 +26,8 @@ class Task(Protocol):
 
     def summarise(self, scores: Mapping[str, npt.NDArray[np.floating[Any]]]) -> dict[str, float]:
         """The metrics of a whole validation set."""
+
+
+def has_fixed_shapes(task: Task) -> bool:
+    """Whether all batches but the last of an epoch have one shape: a task says so with `fixed_shapes = True`."""
+    return bool(getattr(task, "fixed_shapes", False))

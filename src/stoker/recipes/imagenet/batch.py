@@ -30,8 +30,10 @@ class ImageBatch:
 class HostImages:
     """As decoded."""
 
-    pixels: Tensor  # (bytes,) uint8, crops one after the other, (height, width, 3) each
-    offsets: Tensor  # (B,) int64, where each crop begins
+    pixels: tuple[
+        Tensor, ...
+    ]  # (bytes,) uint8 each: crops (height, width, 3) one after the other, some on the device already
+    offsets: Tensor  # (B,) int64, where each crop begins, in all of them together
     shapes: Tensor  # (B, 2) int32
     flips: Tensor  # (B,) uint8
     labels: Tensor  # (B,)
@@ -47,17 +49,20 @@ class HostImages:
 
     @property
     def num_bytes(self) -> int:
-        return self.pixels.nbytes
+        return sum(part.nbytes for part in self.pixels)
 
     def pin(self) -> "HostImages":
-        return replace(self, **{name: value.pin_memory() for name, value in self._tensors().items()})
+        pixels = tuple(part if part.is_cuda else part.pin_memory() for part in self.pixels)
+        return replace(self, pixels=pixels, **{name: value.pin_memory() for name, value in self._tensors().items()})
 
     def _tensors(self) -> dict[str, Any]:
         return {field.name: value for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)}
 
     def to(self, device: torch.device) -> ImageBatch:
         moved = {name: value.to(device, non_blocking=True) for name, value in self._tensors().items()}
-        images = resize(moved["pixels"], moved["offsets"], moved["shapes"], moved["flips"], self.size)
+        pixels = [_moved(part, device) for part in self.pixels]
+        joined = pixels[0] if len(pixels) == 1 else torch.cat(pixels)
+        images = resize(joined, moved["offsets"], moved["shapes"], moved["flips"], self.size)
         labels = moved["labels"]
         partner, weight = labels, torch.ones(len(labels), device=device)
         if self.augment is not None:
@@ -69,3 +74,9 @@ class HostImages:
             images = erase(images, Erasing(self.erasing.boxes.to(device, non_blocking=True)))
         images = images.contiguous(memory_format=torch.channels_last)
         return ImageBatch(images, labels, partner, weight, moved["rows"])
+
+
+def _moved(pixels: Tensor, device: torch.device) -> Tensor:
+    if pixels.is_cuda:  # made on a stream of its own: its memory is not used again before ours is through with it
+        pixels.record_stream(torch.cuda.current_stream())
+    return pixels.to(device, non_blocking=True)

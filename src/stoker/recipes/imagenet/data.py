@@ -30,8 +30,9 @@ from stoker.recipes.imagenet.augment import NUMBERS_OF_ERASING, Erasing, Mixing,
 from stoker.recipes.imagenet.batch import HostImages
 from stoker.recipes.imagenet.chance import Floats, uniforms
 from stoker.recipes.imagenet.classes import ClassMap
-from stoker.recipes.imagenet.decode import Broken, Pixels, decode, decode_part, size_of
+from stoker.recipes.imagenet.decode import Box, Broken, Pixels, decode, decode_part, inside, size_of
 from stoker.recipes.imagenet.draw import draw_set
+from stoker.recipes.imagenet.gpu_decode import GpuDecoder
 from stoker.recipes.imagenet.probe import check_labels
 from stoker.recipes.imagenet.sources import Images, Reader, open_images, rows_of
 from stoker.settings import AlsoCalled, config
@@ -72,6 +73,7 @@ class ImageNetData:
     processes: Annotated[int, Field(ge=0)] | None = (
         None  # that decode; None: one a loader thread beside a GPU, else none
     )
+    decode_on_gpu: bool = True  # training images for which no process is free; pixels differ by a rounding there
     broken: Literal["skip", "stop"] = "skip"  # what an image that cannot be decoded does; it is named either way
     check_labels: bool = True  # a quick classifier tells before the first step whether labels of both sides agree
 
@@ -111,7 +113,7 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
     processes = config.processes
     if processes is None:
         processes = run.loader.num_threads if device.type == "cuda" else 0
-    maker = _Maker(run, chosen, broken, processes)
+    maker = _Maker(run, chosen, broken, processes, device)
 
     def of_subset(subset: Subset) -> Callable[[int, int], Order]:
         def of_epoch(seed: int, epoch: int) -> Order:
@@ -251,25 +253,33 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Decoded:
-    """What it answers; the pixels lie in the room it was given, or here if there was too little."""
+    """What it answers; the pixels lie in the room it was given, or here if there was too little or they are on a GPU."""
 
     kept: Indices  # places in the micro-batch
     shapes: npt.NDArray[np.int32]
     broken: list[tuple[int, str]]  # row, reason
-    pixels: npt.NDArray[np.uint8] | None
+    pixels: npt.NDArray[np.uint8] | torch.Tensor | None
 
 
 class _Maker:
-    """From a micro-batch to a batch of crops, decoded here or in processes of their own."""
+    """From a micro-batch to a batch of crops, decoded here, in processes of their own, or on the GPU."""
 
-    def __init__(self, run: RunConfig, chosen: Chosen, broken: BrokenImages, processes: int) -> None:
+    def __init__(
+        self, run: RunConfig, chosen: Chosen, broken: BrokenImages, processes: int, device: torch.device
+    ) -> None:
         self._config: ImageNetData = run.data
         self._epochs, self._chosen, self._broken = run.train.epochs, chosen, broken
+        self._on_gpu = device.type == "cuda"
         columns = chosen.images.table.columns
         self._labels, self._ids = np.asarray(columns["label"]), np.asarray(columns["id"])
         self._processes: Processes[_Decoded] | None = None
+        self._gpu = GpuDecoder(device)
+        # Small images are moved, not cropped, and decoded in no time.
+        helped = self._on_gpu and self._config.decode_on_gpu and self._config.crop == "random"
         if processes:
-            self._processes = Processes(self._decode, processes, _room(self._config))
+            self._processes = Processes(
+                self._decode, processes, _room(self._config), self._decode_on_gpu if helped else None
+            )
 
     def train(self, micro: MicroBatch) -> HostImages:
         return self._make(_Asked(micro, training=True))
@@ -280,17 +290,25 @@ class _Maker:
     def _make(self, asked: _Asked) -> HostImages:
         if self._processes is None:
             nowhere = memoryview(b"")
-            return self._batch(asked, [_taken(self._decode(asked, nowhere)[0], nowhere)])
+            return self._batch(asked, [self._taken(self._decode(asked, nowhere)[0], nowhere)])
         # In small parts: every process helps with a large batch, and needs room for a few images only.
         parts = [
             _Asked(_part(asked.micro, first), asked.training) for first in range(0, max(1, len(asked.micro.rows)), PART)
         ]
-        return self._batch(asked, self._processes.run(parts, _taken))
+        # Validation has the same pixels every time: a GPU rounds differently, and who decodes what is a matter of timing.
+        return self._batch(asked, self._processes.run(parts, self._taken, helped=asked.training))
+
+    def _taken(self, decoded: _Decoded, room: memoryview) -> tuple[_Decoded, torch.Tensor]:
+        """A decoder's answer with its pixels, copied out of the memory that it will use again."""
+        if decoded.pixels is not None:
+            return decoded, torch.as_tensor(decoded.pixels)
+        copy = torch.empty(len(room), dtype=torch.uint8, pin_memory=self._on_gpu)
+        return decoded, copy.copy_(torch.frombuffer(room, dtype=torch.uint8))
 
     def _decode(self, asked: _Asked, room: memoryview) -> tuple[_Decoded, int]:
         """Reads and decodes every image of a micro-batch; the one part that is done for each image by itself."""
         micro, reader = asked.micro, self._chosen.images.reader
-        part = self._random_parts(micro) if asked.training else self._middle
+        part = self._part_of(asked)
         kept: list[int] = []
         parts: list[Pixels] = []
         broken: list[tuple[int, str]] = []
@@ -311,28 +329,54 @@ class _Maker:
         decoded = _Decoded(np.array(kept, np.int64), shapes, broken, None if fits else out)
         return decoded, total if fits else 0
 
+    def _decode_on_gpu(self, asked: _Asked) -> _Decoded:
+        """The same; whatever is not for a GPU, broken images too, is left to this thread."""
+        box, reader = self._box(asked), self._chosen.images.reader
+        try:
+            images = self._gpu.decode([reader.read(row) for row in asked.micro.rows.tolist()])
+        except OSError:
+            images = None
+        if images is None:
+            return self._decode(asked, memoryview(b""))[0]
+        with torch.cuda.stream(self._gpu.stream()):
+            seen = [
+                image[:, *inside(box(image.shape[1], image.shape[2], one))].permute(1, 2, 0)
+                for one, image in enumerate(images)
+            ]
+            pixels = torch.cat([part.flatten() for part in seen])
+            self._gpu.stream().synchronize()
+        shapes = np.array([part.shape[:2] for part in seen], np.int32)
+        return _Decoded(np.arange(len(seen)), shapes, [], pixels)
+
     def _numbers(self, micro: MicroBatch) -> Floats:
         count = _NUMBERS + 4 * self._config.rand_augment
         return uniforms(micro.seed, micro.epoch, self._ids[micro.rows], count, micro.copies)
 
-    def _random_parts(self, micro: MicroBatch) -> Callable[[bytes, int], Pixels]:
-        config, numbers = self._config, self._numbers(micro)
-        size = size_at(config, micro.epoch, self._epochs)
+    def _part_of(self, asked: _Asked) -> Callable[[bytes, int], Pixels]:
+        """From the bytes of an image, and its place in the micro-batch, to what is seen of it."""
+        config, micro = self._config, asked.micro
+        if asked.training and config.crop == "shift":
+            numbers = self._numbers(micro)
+            return lambda content, one: crops.shifted(decode(content), config.shift, numbers[one, : crops.NUMBERS])
+        box = self._box(asked)
+        size = config.validation_size or config.size
+        if asked.training:
+            size = size_at(config, micro.epoch, self._epochs)
 
         def part(content: bytes, one: int) -> Pixels:
-            own = numbers[one, : crops.NUMBERS]
-            if config.crop == "shift":
-                return crops.shifted(decode(content), config.shift, own)
             height, width = size_of(content)
-            box = crops.random_resized_crop(height, width, own, (config.smallest_crop, 1.0), (3 / 4, 4 / 3))
-            return decode_part(content, box, height, width, size)
+            return decode_part(content, box(height, width, one), height, width, size)
 
         return part
 
-    def _middle(self, content: bytes, _: int) -> Pixels:
-        height, width = size_of(content)
-        box = crops.centre_crop(height, width, self._config.validation_crop)
-        return decode_part(content, box, height, width, self._config.validation_size or self._config.size)
+    def _box(self, asked: _Asked) -> Callable[[int, int, int], Box]:
+        """From the height and width of an image, and its place in the micro-batch, to the part that is seen."""
+        config = self._config
+        if not asked.training:
+            return lambda height, width, _: crops.centre_crop(height, width, config.validation_crop)
+        numbers = self._numbers(asked.micro)[:, : crops.NUMBERS]
+        area, shape = (config.smallest_crop, 1.0), (3 / 4, 4 / 3)
+        return lambda height, width, one: crops.random_resized_crop(height, width, numbers[one], area, shape)
 
     def _batch(self, asked: _Asked, parts: "list[tuple[_Decoded, torch.Tensor]]") -> HostImages:
         """With what is drawn for each sample, in training."""
@@ -342,7 +386,6 @@ class _Maker:
             self._broken.add(row, reason)
         kept = np.concatenate([decoded.kept + number * PART for number, (decoded, _) in enumerate(parts)])
         shapes = np.concatenate([decoded.shapes for decoded, _ in parts])
-        pixels = parts[0][1] if len(parts) == 1 else torch.cat([part for _, part in parts])
         rows = micro.rows[kept]
         offsets = np.zeros(len(rows), np.int64)
         np.cumsum(3 * shapes[:-1].astype(np.int64).prod(1), out=offsets[1:])
@@ -362,7 +405,7 @@ class _Maker:
             if config.erasing:
                 erasing = Erasing.draw(drawn[:, _ERASE : _ERASE + NUMBERS_OF_ERASING], config.erasing)
         return HostImages(
-            pixels=pixels,
+            pixels=tuple(pixels for _, pixels in parts),
             offsets=torch.from_numpy(offsets),
             shapes=torch.from_numpy(shapes),
             flips=torch.from_numpy(flips.astype(np.uint8)),
@@ -373,13 +416,6 @@ class _Maker:
             mixing=mixing,
             erasing=erasing,
         )
-
-
-def _taken(decoded: _Decoded, room: memoryview) -> tuple[_Decoded, torch.Tensor]:
-    """A decoder's answer with its pixels, copied out of the memory that it will use again."""
-    if decoded.pixels is not None:
-        return decoded, torch.from_numpy(decoded.pixels)
-    return decoded, torch.frombuffer(room, dtype=torch.uint8).clone()
 
 
 def _part(micro: MicroBatch, first: int) -> MicroBatch:

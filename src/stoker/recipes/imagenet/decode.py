@@ -42,15 +42,19 @@ def size_of(content: bytes) -> tuple[int, int]:
         raise Broken(str(error) or type(error).__name__) from error
 
 
-def decode(content: bytes, min_height: int = 0, min_width: int = 0) -> Pixels:
-    """All pixels, RGB; a JPEG at the smallest of its scales that has at least the height and width asked for."""
+def decode(content: bytes, min_height: int = 0, min_width: int = 0, *, fast: bool = False) -> Pixels:
+    """All pixels, RGB; a JPEG at the smallest of its scales that has at least the height and width asked for.
+
+    Fast: colours, which JPEG keeps at half the resolution, are repeated and not interpolated, and the cosine transform is
+    less exact. Nobody sees that in a photograph that is shrunk next; an image of 32 pixels has nothing to lose.
+    """
     if content[:3] == JPEG:
         try:
             pixels: Pixels = simplejpeg.decode_jpeg(
                 content,
                 "RGB",
-                fastdct=True,
-                fastupsample=True,
+                fastdct=fast,
+                fastupsample=fast,
                 min_height=min_height,
                 min_width=min_width,
                 strict=False,
@@ -65,12 +69,17 @@ def decode_part(content: bytes, box: Box, height: int, width: int, size: int) ->
     """The pixels inside a box of an image of that height and width, enough of them to make size x size from."""
     tall, wide = (min(1.0, size / side) for side in (box.height, box.width))
     # At most half the pixels are left out by a smaller scale: two of its pixels make one of ours.
-    pixels = decode(content, _at_least(height * tall), _at_least(width * wide))
-    scale_y, scale_x = pixels.shape[0] / height, pixels.shape[1] / width
+    pixels = decode(content, _at_least(height * tall), _at_least(width * wide), fast=True)
+    rows, columns = inside(box, pixels.shape[0] / height, pixels.shape[1] / width)
+    return pixels[rows, columns].copy()  # a view would keep the whole image
+
+
+def inside(box: Box, scale_y: float = 1.0, scale_x: float = 1.0) -> tuple[slice, slice]:
+    """Rows and columns of a box, in an image that was decoded at a scale."""
     top, left = round(box.top * scale_y), round(box.left * scale_x)
     bottom = max(top + 1, round((box.top + box.height) * scale_y))
     right = max(left + 1, round((box.left + box.width) * scale_x))
-    return pixels[top:bottom, left:right].copy()  # a view would keep the whole image
+    return slice(top, bottom), slice(left, right)
 
 
 def _at_least(side: float) -> int:

@@ -100,7 +100,7 @@ def load(paths: list[Path], config: ImageNetData, broken: list[str]) -> tuple[Te
     lengths = [part.size for part in parts]
     flat = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0, np.uint8)
     host = HostImages(
-        pixels=torch.from_numpy(flat),
+        pixels=(torch.from_numpy(flat),),
         offsets=torch.tensor([0, *np.cumsum(lengths)[:-1]] if parts else [], dtype=torch.int64),
         shapes=torch.tensor([part.shape[:2] for part in parts], dtype=torch.int32).view(-1, 2),
         flips=torch.zeros(len(parts), dtype=torch.uint8),

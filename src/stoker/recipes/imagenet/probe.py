@@ -77,7 +77,7 @@ def _two_groups(labels: Indices, rows: Indices, num_classes: int) -> tuple[Indic
 def _thumbnail(reader: Reader, row: int) -> Floats:
     """Mean colours of 8 x 8 fields and their contrast; zeros for an image that cannot be decoded."""
     try:
-        pixels = decode(reader.read(row), SIDE, SIDE).astype(np.float64) / 255
+        pixels = decode(reader.read(row), SIDE, SIDE, fast=True).astype(np.float64) / 255
     except (Broken, OSError):
         return np.zeros(SIDE * SIDE * 6)
     rows = np.linspace(0, pixels.shape[0], SIDE + 1).astype(int)[:-1]

@@ -34,10 +34,10 @@ def cifar10() -> RunConfig:
     return RunConfig(
         recipe="imagenet:cifar10",
         data=ImageNetData(size=32, validation_crop=1.0, crop="shift", erasing=0.25),
-        model=ImageModelConfig(name="resnet9", label_smoothing=0.1),
+        model=ImageModelConfig(name="resnet9", width=128, label_smoothing=0.1),
         loader=LoaderConfig(batch_size=512, threads=_cores(), look_ahead=32),
         train=TrainConfig(
-            epochs=24,
+            epochs=50,
             optimizer="sgd",
             lr=0.4,
             lr_batch=512,

@@ -20,7 +20,7 @@ BCE_THRESHOLD = 0.2  # classes with more than this of a mixed label count as the
 class ClassificationTask:
     metric = "top1"
     goal = "max"
-    dynamic_shapes = None  # the first shape is compiled for as it is; the smaller last batch goes through uncompiled
+    fixed_shapes = True  # the smaller last batch goes through uncompiled
 
     def __init__(self, config: ImageModelConfig, classes: ClassMap) -> None:
         self.model = build_model(config, len(classes))
