@@ -35,6 +35,7 @@ from stoker.recipes.imagenet.recipe import RECIPE
 from stoker.recipes.imagenet.sources import LABELS
 from stoker.train.parallel import Ranks
 
+FEW = 4  # processes of a machine with few cores a GPU
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -165,11 +166,14 @@ def interpreter(path: Path, repeats: int) -> None:
 def training(packed: dict[str, Path], steps: int) -> None:
     """Whole steps of ResNet-50 at 224 pixels in bf16: resident batches, then fed from each set with the same model."""
     console.be_quiet()
-    ways = [(name, on_gpu) for name in packed for on_gpu in ("true", "false")]
+    cores = len(os.sched_getaffinity(0))
+    ways = [(name, cores, "false") for name in packed]
+    ways += [("original", FEW, "false"), ("original", FEW, "true"), ("original", cores, "true")]
     # All at once, before memory fills: pages that a forked process shares are copied when somebody writes to them.
-    made = {
-        way: parts_of(packed[way[0]], "cuda", "--train.epochs", "1000", "--data.decode_on_gpu", way[1]) for way in ways
-    }
+    made = {}
+    for name, processes, on_gpu in ways:
+        words = ("--data.processes", str(processes), "--data.decode_on_gpu", on_gpu)
+        made[name, processes, on_gpu] = parts_of(packed[name], "cuda", "--train.epochs", "1000", *words)
     run, parts = made[ways[0]]
     kept = []
     for step in feed(parts.training.batches(Position(0), 10**6), parts.device):
@@ -179,7 +183,7 @@ def training(packed: dict[str, Path], steps: int) -> None:
     ready, _ = rates(run, parts, Kept(parts.training.plan, kept), steps)
     emit(line("images, training on resident batches", ready, "images/s", batch_size=256))
     kept.clear()
-    for (name, on_gpu), (run, own) in made.items():
+    for (name, processes, on_gpu), (run, own) in made.items():
         fed = replace(own, task=parts.task)
         psutil.cpu_percent()
         before = GpuDecoder.total
@@ -188,6 +192,7 @@ def training(packed: dict[str, Path], steps: int) -> None:
             "of_resident": round(statistics.median(values) / statistics.median(ready), 4),
             "cpu_percent": psutil.cpu_percent(),
             "wait_share": round(wait, 4),
+            "processes": processes,
             "decode_on_gpu": on_gpu == "true",
             "decoded_there": GpuDecoder.total - before,
             "loader": fed.training.times.read(),

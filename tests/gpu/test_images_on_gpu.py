@@ -78,7 +78,7 @@ def test_jpeg_decoded_on_the_gpu_is_the_same_picture() -> None:
     torch.cuda.synchronize()
     for content, image in zip(contents, images, strict=True):
         theirs = image.permute(1, 2, 0).cpu().numpy().astype(int)
-        ours = decode(content).astype(int)
+        ours = decode(content, fast=True).astype(int)
         assert theirs.shape == ours.shape
         assert np.abs(theirs - ours).mean() < 3
 
