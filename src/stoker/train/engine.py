@@ -61,7 +61,7 @@ class Engine:
         self.precision = resolve_precision(config.precision, trainer.device)
         self.optimizer = build_optimizer(self.model, config)
         self.stepper = Stepper(task, self.optimizer, config, self.precision, trainer.device)
-        if config.compile and self.model._compiled_call_impl is None:  # type: ignore[truthy-function]
+        if config.compile and self.model._compiled_call_impl is None:
             # Ragged batches have a shape of their own each; others compile once for theirs.
             self.model.compile(dynamic=None if has_fixed_shapes(task) else True)
         self.step, self.position = 0, Position(seed)
