@@ -73,7 +73,7 @@ class ImageNetData:
     processes: Annotated[int, Field(ge=0)] | None = (
         None  # that decode; None: one a loader thread beside a GPU, else none
     )
-    decode_on_gpu: bool = False  # training images for which no process is free: for machines with few cores a GPU
+    decode_on_gpu: bool = True  # training images for which no process is free; rounds a little differently
     broken: Literal["skip", "stop"] = "skip"  # what an image that cannot be decoded does; it is named either way
     check_labels: bool = True  # a quick classifier tells before the first step whether labels of both sides agree
 
