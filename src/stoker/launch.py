@@ -41,6 +41,7 @@ from stoker.train.trackers import open_tracker
 
 # Keys that change how fast or where a run goes, and never its numbers: they may differ when it is resumed.
 HARMLESS = ("run.name", "run.folder", "loader.threads", "loader.look_ahead", "loader.ram_bytes", "loader.stuck_after_s")
+COMMAND_LINE = "the command line"  # where a value came from
 BUILT_IN = {"icecube": "stoker.recipes.icecube.recipe:RECIPE", "imagenet": "stoker.recipes.imagenet.recipe:RECIPE"}
 
 
@@ -75,8 +76,11 @@ def resolve_target(target: str, overrides: list[str]) -> Target:
     else:
         base = target
     recipe, preset = _find_recipe(base)
-    layers.append(Layer("the command line", settings.parse_overrides(overrides)))
+    layers.append(Layer(COMMAND_LINE, settings.parse_overrides(overrides)))
     config, origins = settings.resolve(recipe.presets[preset](), layers)
+    for key, why in settings.without_effect(config).items():
+        if origins.get(key) == COMMAND_LINE:  # in a file it may stand beside what it was written for
+            raise UserError(f"--{key} would change nothing: {why}.")
     origins = settings.default_origins(config, f"preset {recipe.name}:{preset}", origins)
     return Target(recipe, config, origins, recipe.notes.get(preset, ()))
 

@@ -102,6 +102,16 @@ def difference(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
     return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
 
 
+def without_effect(configuration: Any) -> dict[str, str]:
+    """Keys that change nothing beside the others, and why; each group says so of its own (`without_effect`)."""
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(configuration):
+        group = getattr(configuration, field.name)
+        reasons = group.without_effect() if hasattr(group, "without_effect") else {}
+        found |= {f"{field.name}.{name}": why for name, why in reasons.items()}
+    return found
+
+
 def as_yaml(configuration: Any, comments: Mapping[str, str] | None = None) -> str:
     """The configuration as a file that loads again; `comments` by dotted key stand behind the values."""
     text = io.StringIO()

@@ -113,3 +113,35 @@ def test_a_file_that_is_no_mapping_is_refused_with_its_name(tmp_path: Path, text
     path.write_text(text)
     with pytest.raises(UserError, match=r"bad\.yaml"):
         read_yaml(path)
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "why"),
+    [
+        ("icecube", "--train.momentum 0.5", "the optimizer is adamw"),
+        ("icecube", "--train.decay_by 0.5", "the schedule is cosine"),
+        ("icecube", "--data.path somewhere --data.simulate_events 100", "data.path is given"),
+        ("imagenet", "--train.warmup_steps 10", "onecycle has a warm-up of its own"),
+        ("imagenet", "--data.shift 2", "data.crop is random"),
+        ("imagenet:cifar10", "--data.smallest_crop 0.5", "data.crop is shift"),
+        ("imagenet:baseline", "--data.magnitude 5", "data.rand_augment is 0"),
+    ],
+)
+def test_a_key_that_would_change_nothing_is_refused(target: str, words: str, why: str) -> None:
+    from stoker.launch import resolve_target
+
+    with pytest.raises(UserError, match=why):
+        resolve_target(target, words.split())
+
+
+def test_a_key_of_the_other_choice_is_taken_with_that_choice(tmp_path: Path) -> None:
+    """And a file may hold keys without effect: a run writes all of them down."""
+    from stoker.launch import resolve_target
+
+    resolve_target(
+        "icecube",
+        ["--train.optimizer", "sgd", "--train.momentum", "0.5", "--train.schedule", "step", "--train.decay_by", "0.5"],
+    )
+    target = resolve_target("imagenet", ["--data.crop", "shift", "--data.shift", "2"])
+    (tmp_path / "all.yaml").write_text(as_yaml(target.config))
+    assert resolve_target(str(tmp_path / "all.yaml"), []).config == target.config

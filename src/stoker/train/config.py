@@ -47,3 +47,20 @@ class TrainConfig:
     keep_best: Annotated[int, Field(ge=0), AlsoCalled("save_top_k")] = (
         1  # checkpoints kept for their metric, besides the last
     )
+
+    def without_effect(self) -> dict[str, str]:
+        """Keys that change nothing beside the others, and why."""
+        found: dict[str, str] = {}
+        if self.schedule == "onecycle":
+            found |= dict.fromkeys(("warmup_steps", "warmup_epochs"), "the schedule onecycle has a warm-up of its own")
+        elif self.warmup_epochs is not None:
+            found["warmup_steps"] = "train.warmup_epochs stands in its place"
+        if self.schedule not in ("cosine", "onecycle"):
+            found["final_share"] = f"the schedule is {self.schedule}"
+        if self.schedule != "step":
+            found |= dict.fromkeys(("decay_every", "decay_by"), f"the schedule is {self.schedule}, not step")
+        others = ("beta1", "beta2") if self.optimizer == "sgd" else ("momentum",)
+        found |= dict.fromkeys(others, f"the optimizer is {self.optimizer}")
+        if self.lr_batch is None:
+            found["lr_rule"] = "train.lr_batch does not say for how many samples the rate is"
+        return found

@@ -56,6 +56,15 @@ class IceCubeData:
         if self.split == "hash" and not isinstance(self.validation, float):
             raise ValueError(f"split hash needs a share of the events in validation, not {self.validation}")
 
+    def without_effect(self) -> dict[str, str]:
+        """Keys that change nothing beside the others, and why."""
+        found: dict[str, str] = {}
+        if self.path is not None:
+            found |= dict.fromkeys(("simulate_events", "simulate_files"), "data.path is given, nothing is simulated")
+        if self.mode in ("direct", "packed"):
+            found["resident_share"] = f"data.mode is {self.mode}"
+        return found
+
 
 @dataclass(frozen=True)
 class _Opened:

@@ -84,6 +84,23 @@ class ImageNetData:
         if self.first_size is not None and self.first_size > self.size:
             raise ValueError(f"first_size {self.first_size} is larger than size {self.size}")
 
+    def without_effect(self) -> dict[str, str]:
+        """Keys that change nothing beside the others, and why."""
+        found = {"smallest_crop" if self.crop == "shift" else "shift": f"data.crop is {self.crop}"}
+        if self.first_size is None:
+            found["grown_after"] = "data.first_size is not set"
+        if not self.rand_augment:
+            found |= dict.fromkeys(("magnitude", "magnitude_spread"), "data.rand_augment is 0")
+        if not (self.mixup or self.cutmix):
+            found["mix_probability"] = "data.mixup and data.cutmix are 0"
+        if not (self.mixup and self.cutmix):
+            found["mix_switch"] = "it chooses between data.mixup and data.cutmix, and not both are used"
+        if self.max_classes is None and self.max_per_class is None:
+            found["subset_seed"] = "neither data.max_classes nor data.max_per_class is set"
+        if self.path is not None:
+            found |= dict.fromkeys(("draw_per_class", "draw_held_out"), "data.path is given, nothing is drawn")
+        return found
+
 
 @dataclass(frozen=True)
 class Chosen:

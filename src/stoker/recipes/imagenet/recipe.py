@@ -104,7 +104,7 @@ NOTES: dict[str, tuple[str, ...]] = {
     "demo": ("stoker train imagenet: ten classes of drawn images, two CPU cores, a few minutes; above 80 % top-1.",),
     "cifar10": (
         "stoker train imagenet:cifar10 --data.path DIR, with train/CLASS and test/CLASS; one H200: a minute and a half.",
-        "Measured once: 92.70 % top-1, on files of 800 bytes that keep colours at half the resolution.",
+        "Expected: 92.7 % top-1, measured once, on JPEG files of 800 bytes that keep colours at half the resolution.",
         "Nine-layer residual networks of the DAWNBench contest reach 94 % on the uncompressed images, in 24 epochs.",
         "Departures: twice their width and epochs, mirrored edges, random erasing instead of a fixed cut-out.",
     ),
