@@ -170,11 +170,11 @@ def training(packed: dict[str, Path], steps: int) -> None:
     ways = [(name, cores, "false") for name in packed]
     ways += [("original", FEW, "false"), ("original", FEW, "true"), ("original", cores, "true")]
     # All at once, before memory fills: pages that a forked process shares are copied when somebody writes to them.
-    made = {}
+    made = []
     for name, processes, on_gpu in ways:
         words = ("--data.processes", str(processes), "--data.decode_on_gpu", on_gpu)
-        made[name, processes, on_gpu] = parts_of(packed[name], "cuda", "--train.epochs", "1000", *words)
-    run, parts = made[ways[0]]
+        made.append(parts_of(packed[name], "cuda", "--train.epochs", "1000", *words))
+    run, parts = made[0]
     kept = []
     for step in feed(parts.training.batches(Position(0), 10**6), parts.device):
         kept.append(step)
@@ -183,21 +183,37 @@ def training(packed: dict[str, Path], steps: int) -> None:
     ready, _ = rates(run, parts, Kept(parts.training.plan, kept), steps)
     emit(line("images, training on resident batches", ready, "images/s", batch_size=256))
     kept.clear()
-    for (name, processes, on_gpu), (run, own) in made.items():
+    decoded = count_gpu_images()
+    for (name, processes, on_gpu), (run, own) in zip(ways, made, strict=True):
         fed = replace(own, task=parts.task)
         psutil.cpu_percent()
-        before = GpuDecoder.total
+        before = len(decoded)
         values, wait = rates(run, fed, fed.training, steps)
+        whole = statistics.harmonic_mean(values)  # all images over all the time: intervals have as many steps each
         details = {
-            "of_resident": round(statistics.median(values) / statistics.median(ready), 4),
+            "of_resident": round(whole / statistics.harmonic_mean(ready), 4),
+            "whole": round(whole, 1),
             "cpu_percent": psutil.cpu_percent(),
             "wait_share": round(wait, 4),
             "processes": processes,
             "decode_on_gpu": on_gpu == "true",
-            "decoded_there": GpuDecoder.total - before,
+            "decoded_there": sum(decoded[before:]),
             "loader": fed.training.times.read(),
         }
         emit(line(f"images, training from packed {name}", values, "images/s", **details))
+
+
+def count_gpu_images() -> list[int]:
+    """Images of each part that is decoded on the GPU from now on."""
+    found, decode = [], GpuDecoder.decode
+
+    def counting(self: GpuDecoder, contents: list[bytes]) -> Any:
+        images = decode(self, contents)
+        found.append(len(images or ()))
+        return images
+
+    GpuDecoder.decode = counting  # type: ignore[method-assign]
+    return found
 
 
 def main() -> None:
@@ -206,7 +222,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=200, help="how often each image of the sample is used")
     parser.add_argument("--images", type=int, default=2000, help="images of a measurement of loading")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60, help="training steps, on a GPU")
+    parser.add_argument("--steps", type=int, default=300, help="training steps of each way, on a GPU")
     options = parser.parse_args()
     console.be_quiet()
     with tempfile.TemporaryDirectory() as scratch:
@@ -220,6 +236,8 @@ def main() -> None:
             apart = multiprocessing.get_context("spawn").Process(target=training, args=(packed, options.steps))
             apart.start()
             apart.join()
+            if apart.exitcode:
+                raise SystemExit("training failed")
         loading(folders, packed, options.images, options.repeats)
         draw_set(Path(scratch) / "small", per_class=100, held_out=2, seed=0)
         interpreter(Path(scratch) / "small", options.repeats)

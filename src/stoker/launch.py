@@ -292,10 +292,24 @@ def _joined(config: RunConfig) -> Iterator[Ranks]:
     ranks = parallel.join(config.run.device)
     console.be_quiet(not ranks.is_first)
     try:
+        _check_same_settings(config)
         yield ranks
         parallel.gather(None)  # leave together: a rank that tears its connections down early can abort another
     finally:
         console.be_quiet(False)
+
+
+def _check_same_settings(config: RunConfig) -> None:
+    """Ranks cut the same steps, each for itself: presets that look at the machine may not differ in what they found."""
+    mine = {key: value for key, value in settings.leaves(config) if key not in HARMLESS}
+    for other in parallel.gather(mine):
+        different = [key for key in mine if mine[key] != other.get(key)]
+        if different:
+            key = different[0]
+            raise UserError(
+                f"The processes of this run have different settings: {key} is {mine[key]} here and {other.get(key)} "
+                f"elsewhere. Give it on the command line: --{key} VALUE."
+            )
 
 
 @dataclass(frozen=True)

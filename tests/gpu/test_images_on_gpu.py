@@ -23,7 +23,11 @@ from stoker.train.config import TrainConfig
 from stoker.train.optim import build_optimizer
 from stoker.train.step import Stepper
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning"),  # of torchvision 0.29
+]
 DEVICE = torch.device("cuda")
 
 
@@ -49,7 +53,11 @@ def losses_of(sizes: list[int], *, graphs: bool, bad: int | None = None) -> tupl
         result = stepper.compute(step)
         stepper.update(result, 0.05)
         losses.append(result.loss.clone())
-    return torch.stack(losses).tolist(), {name: value.clone() for name, value in task.model.state_dict().items()}
+    assert (stepper._graphed is not None) == graphs
+    assert not graphs or stepper._graphed._recorded is not None  # type: ignore[union-attr]
+    assert stepper.average is not None
+    averaged = {f"average of {name}": value for name, value in stepper.average.weights.items()}
+    return torch.stack(losses).tolist(), task.model.state_dict() | averaged
 
 
 @pytest.mark.parametrize("bad", [None, 9])
@@ -89,6 +97,7 @@ def test_what_a_gpu_cannot_decode_is_left_to_others() -> None:
     decoder = GpuDecoder(DEVICE)
     assert decoder.decode([file.getvalue()]) is None
     assert decoder.decode([b"no image"]) is None
+    assert decoder.decode([]) is None
     assert decoder.works
 
 

@@ -261,31 +261,36 @@ def test_many_threads_share_a_few_processes() -> None:
 
 def test_a_helper_is_asked_only_when_no_process_is_free() -> None:
     """The one process takes half a second for its first answer: the second question finds it busy."""
-    from stoker.data.processes import Processes
+    from stoker.data.processes import Helper, Processes
 
     def slow(argument: int, room: memoryview) -> tuple[tuple[str, int], int]:
         sleep(0.5)
         return ("process", argument), 0
 
-    processes: Processes[tuple[str, int]] = Processes(slow, 1, 8, lambda argument: ("helper", argument))
+    ready = [True]
+    helper: Helper[tuple[str, int]] = Helper(lambda argument: ("helper", argument), lambda: ready[0])
+    processes: Processes[tuple[str, int]] = Processes(slow, 1, 8, helper)
     try:
         alone = processes.run([0, 1], lambda result, _: result)
         together = processes.run(range(9), lambda result, _: result, helped=True)
+        ready[0] = False
+        again = processes.run([0, 1], lambda result, _: result, helped=True)
     finally:
         processes.close()
-    assert alone == [("process", 0), ("process", 1)]
+    assert alone == again == [("process", 0), ("process", 1)]
     assert [number for _, number in together] == list(range(9))
     assert together[0] == ("process", 0)
     assert together[1] == ("helper", 1)
 
 
 def test_a_helper_that_fails_is_free_again() -> None:
-    from stoker.data.processes import Processes
+    from stoker.data.processes import Helper, Processes
 
     def fails(argument: int) -> int:
         raise UserError(f"no {argument}")
 
-    processes: Processes[int] = Processes(lambda argument, room: (sleep(0.2) or argument, 0), 1, 8, fails)
+    helper = Helper(fails, lambda: True)
+    processes: Processes[int] = Processes(lambda argument, room: (sleep(0.2) or argument, 0), 1, 8, helper)
     try:
         for _ in range(2):
             with pytest.raises(UserError, match="no 1"):

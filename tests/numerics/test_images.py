@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import simplejpeg
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
@@ -15,7 +17,7 @@ from torchvision.transforms.v2 import functional as reference
 from stoker.recipes.imagenet import augment, crops
 from stoker.recipes.imagenet.augment import OPERATIONS, Erasing, Mixing, RandAugment
 from stoker.recipes.imagenet.chance import uniforms
-from stoker.recipes.imagenet.decode import Box, Broken, decode, decode_part, size_of
+from stoker.recipes.imagenet.decode import Box, Broken, _upper_rows, decode, decode_part, size_of
 from stoker.recipes.imagenet.draw import CLASSES, draw
 from stoker.recipes.imagenet.resize import MEAN, STD, denormalise, resize
 
@@ -71,6 +73,37 @@ def test_a_part_decoded_at_a_smaller_scale_is_the_part() -> None:
     ours = resize(*pack_pixels([part]), torch.zeros(1), 100)
     exact = resize(*pack_pixels([large[100:420, 200:600]]), torch.zeros(1), 100)
     assert (denormalise(ours) - denormalise(exact)).abs().mean() < 3
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_rows_below_the_part_change_nothing(data: st.DataObject) -> None:
+    """A file that is told to end below the part gives the same pixels as the whole, to the bit."""
+    height, width = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 120))
+    pixels = np.random.default_rng(height).integers(0, 256, (height, width, 3), np.uint8)
+    image = Image.fromarray(pixels).convert(data.draw(st.sampled_from(["RGB", "L", "CMYK"])))
+    options = {"progressive": data.draw(st.booleans()), "subsampling": data.draw(st.integers(0, 2))}
+    if data.draw(st.booleans()):
+        options["restart_marker_rows"] = 1
+    sink = io.BytesIO()
+    image.save(sink, "JPEG", **options)
+    content = sink.getvalue()
+    if data.draw(st.booleans()):
+        content = content[: max(len(content) // 2, 700)]  # cut off
+    tall, wide = data.draw(st.integers(1, height)), data.draw(st.integers(1, width))
+    top, left = data.draw(st.integers(0, height - tall)), data.draw(st.integers(0, width - wide))
+    box, size = Box(top, left, tall, wide), data.draw(st.integers(1, 100))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stoker.recipes.imagenet.decode._upper_rows", lambda *_: None)
+        whole = decode_part(content, box, height, width, size)
+    assert np.array_equal(decode_part(content, box, height, width, size), whole)
+
+
+def test_rows_below_the_part_are_not_decoded() -> None:
+    content = simplejpeg.encode_jpeg(np.zeros((480, 640, 3), np.uint8))
+    upper = _upper_rows(content, 40, 4, 480, 640)
+    assert upper is not None
+    assert upper.shape == (48, 320, 3)  # at half the size: 40 rows are 80, in blocks of 32 they are 96
 
 
 @pytest.mark.parametrize("mode", ["L", "CMYK", "P", "RGBA", "I;16", "cut", "RGB"])

@@ -145,3 +145,18 @@ def test_a_key_of_the_other_choice_is_taken_with_that_choice(tmp_path: Path) -> 
     target = resolve_target("imagenet", ["--data.crop", "shift", "--data.shift", "2"])
     (tmp_path / "all.yaml").write_text(as_yaml(target.config))
     assert resolve_target(str(tmp_path / "all.yaml"), []).config == target.config
+
+
+def test_ranks_that_found_different_machines_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads may differ; how a step is cut may not."""
+    from stoker import launch
+
+    mine = launch.resolve_target("icecube:seed", []).config
+    for words, fails in ((["--loader.threads", "7"], False), (["--loader.micro_cost", "900000"], True)):
+        other = dict(leaves(launch.resolve_target("icecube:seed", words).config))
+        monkeypatch.setattr(launch.parallel, "gather", lambda value, other=other: [value, other])
+        if fails:
+            with pytest.raises(UserError, match=r"loader.micro_cost is .* here and 900000 elsewhere"):
+                launch._check_same_settings(mine)
+        else:
+            launch._check_same_settings(mine)

@@ -37,13 +37,13 @@ Task = Callable[[Any, memoryview], tuple[R, int]]
 class Processes(Generic[R]):
     """`count` processes, each with `num_bytes` of memory shared with us. Forked here: make it before threads and CUDA.
 
-    `help_out` does the same task in the calling thread, with other means such as a GPU: one thread at a time is let in, and
+    A helper does the same task in the calling thread, with other means such as a GPU: one thread at a time is let in, and
     only when no process is free. So the work is shared at the rates at which the two get it done.
     """
 
-    def __init__(self, task: Task[R], count: int, num_bytes: int, help_out: Callable[[Any], R] | None = None) -> None:
+    def __init__(self, task: Task[R], count: int, num_bytes: int, helper: "Helper[R] | None" = None) -> None:
         self._free: queue.SimpleQueue[_Process[R]] = queue.SimpleQueue()
-        self._helper = None if help_out is None else _Helper(help_out)
+        self._helper = helper
         self._all: list[_Process[R]] = []
         for _ in range(count):
             process = _Process(task, num_bytes)
@@ -59,7 +59,7 @@ class Processes(Generic[R]):
         for a process either has answers of its own to collect first, or holds none.
         """
         answers: list[T] = []
-        asked: deque[_Process[R] | _Helper[R]] = deque()
+        asked: deque[_Process[R] | Helper[R]] = deque()
         coming = iter(arguments)
         left = len(arguments)
         try:
@@ -79,15 +79,16 @@ class Processes(Generic[R]):
                 self._give_back(process)
         return answers
 
-    def _another(self, *, block: bool, helped: bool) -> "_Process[R] | _Helper[R] | None":
+    def _another(self, *, block: bool, helped: bool) -> "_Process[R] | Helper[R] | None":
         with suppress(queue.Empty):
             return self._free.get_nowait()
-        if helped and self._helper is not None and self._helper.lock.acquire(blocking=False):
-            return self._helper
+        helper = self._helper if helped else None
+        if helper is not None and helper.is_ready() and helper.lock.acquire(blocking=False):
+            return helper
         return self._free.get() if block else None
 
-    def _give_back(self, process: "_Process[R] | _Helper[R]") -> None:
-        if isinstance(process, _Helper):
+    def _give_back(self, process: "_Process[R] | Helper[R]") -> None:
+        if isinstance(process, Helper):
             process.lock.release()
         else:
             self._free.put(process)
@@ -147,13 +148,13 @@ class _Process(Generic[R]):
         self._process.join(JOIN_S)
 
 
-class _Helper(Generic[R]):
-    """Answers as a process does, in the thread that asks."""
+class Helper(Generic[R]):
+    """Answers as a process does, in the thread that asks, as long as it is ready to."""
 
     room = memoryview(b"")
 
-    def __init__(self, task: Callable[[Any], R]) -> None:
-        self._task, self.lock = task, threading.Lock()
+    def __init__(self, task: Callable[[Any], R], is_ready: Callable[[], bool]) -> None:
+        self._task, self.is_ready, self.lock = task, is_ready, threading.Lock()
         self._answer: R | None = None
 
     def ask(self, argument: Any) -> None:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from stoker import console
+from stoker.errors import UserError
 
 SEEN = 3  # steps of one shape before it is recorded: kernels are compiled, chosen and loaded by then
+PLAIN = (bool, int, float, str, type(None))
 
-Backward = Callable[
-    [Any, int], Tensor
-]  # (batch, samples of the step) -> its share of the loss; leaves gradients behind
+# (batch, samples of the whole step) -> its share of the loss; gradients are left in the parameters.
+Backward = Callable[[Any, int], Tensor]
 
 
 class GraphedBackward:
@@ -27,29 +28,45 @@ class GraphedBackward:
         self._backward, self._parameters = backward, parameters
         self._recorded: tuple[Any, _Recorded] | None = None  # with its shape
         self._latest: Any = None
-        self._in_a_row, self._works = 0, True
+        self._in_a_row = 0
 
     def __call__(self, batch: Any, num_samples: int) -> Tensor:
         shape = _shape(batch), num_samples
-        if self._recorded is not None and self._recorded[0] == shape:
-            return self._recorded[1].replay(batch)
         self._in_a_row = self._in_a_row + 1 if shape == self._latest else 1
         self._latest = shape
-        if self._works and self._in_a_row > SEEN:  # a shorter batch at the end of an epoch never comes so often
-            self._record(batch, num_samples, shape)
-        # Recording only takes down what is to be done: this batch still goes the usual way.
-        return self._backward(batch, num_samples)
+        if self._recorded is not None and self._recorded[0] == shape:
+            return self._recorded[1].replay(batch)
+        if self._in_a_row == 2:  # not the shorter batch at the end of an epoch: the old graph is done for
+            self._recorded = None
+        if self._in_a_row > SEEN:
+            return self._record(batch, num_samples, shape).replay(batch)
+        return self._as_it_is(batch, num_samples)
 
-    def _record(self, batch: Any, num_samples: int, shape: Any) -> None:
-        self._recorded = None  # gives its memory back first
+    def _record(self, batch: Any, num_samples: int, shape: Any) -> "_Recorded":
         try:
-            self._recorded = shape, _Recorded(self._backward, batch, num_samples, self._parameters)
-        except RuntimeError as error:
-            self._works = False
-            reason = str(error).strip().splitlines()[0]
-            console.say(f"The step cannot be recorded as a CUDA graph, each kernel is launched by itself: {reason}")
+            recorded = _Recorded(self._backward, batch, num_samples, self._parameters)
+        except Exception as error:
+            # No going on: CUDA and its random numbers are not what they were after a recording that broke off.
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(
+                f"The step cannot be recorded as a CUDA graph: {reason}. --train.cuda_graphs false trains without one."
+            ) from error
+        self._recorded = shape, recorded
+        return recorded
+
+    def _as_it_is(self, batch: Any, num_samples: int) -> Tensor:
+        try:
+            return self._backward(batch, num_samples)
+        except torch.OutOfMemoryError:
+            if self._recorded is None:
+                raise
+            # The graph keeps memory for all that it computes; a shorter batch beside it may be too much.
+            self._recorded = None
+            console.say("Out of GPU memory beside the recorded step: it is dropped, and recorded again later.")
         for parameter in self._parameters:
             parameter.grad = None
+        torch.cuda.empty_cache()
+        return self._backward(batch, num_samples)
 
 
 class _Recorded:
@@ -78,7 +95,12 @@ def _tensors(batch: Any) -> dict[str, Tensor]:
 
 
 def _shape(batch: Any) -> Any:
-    """All that a graph is made for, besides values."""
+    """All that a graph is made for, besides the numbers in tensors."""
+    if not dataclasses.is_dataclass(batch) or not all(isinstance(v, (Tensor, *PLAIN)) for v in vars(batch).values()):
+        raise UserError(
+            f"A task with fixed_shapes needs batches that are dataclasses of tensors and plain numbers, and "
+            f"{type(batch).__name__} is not one. Leave fixed_shapes out, or train with --train.cuda_graphs false."
+        )
     return tuple(
         (name, value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else (name, value)
         for name, value in vars(batch).items()

@@ -17,10 +17,11 @@ from stoker.recipes.icecube.model import TwoStageConfig
 from stoker.recipes.icecube.task import DirectionTask
 from stoker.train.config import TrainConfig
 
-# Pulses computed at once, for a GPU of 24 GB and one of 80 GB or more: about 23 kB each in a training step of the seed's
-# model (benchmarks/results/end_to_end-h200.jsonl). The largest event known has 178,250 pulses, so none is thinned.
-SMALL_GPU_PULSES, LARGE_GPU_PULSES = 400_000, 1_600_000
-LARGE_GPU_BYTES = 70 << 30
+# Bytes that a pulse takes in a training step, by model (benchmarks/results/end_to_end-h200.jsonl: most memory over pulses).
+SEED_BYTES, FLAT_BYTES, DEEP_BYTES = 36_000, 26_000, 72_000
+USED_SHARE = 0.6  # of the GPU's memory: steps vary, and so does what else lies there
+SMALL_GPU = 24 << 30  # assumed where there is none
+# The largest event known has 178,250 pulses, so none is thinned.
 LARGEST_EVENT = 200_000
 MILLION = 1_000_000
 
@@ -42,23 +43,26 @@ def seed() -> RunConfig:
         recipe="icecube:seed",
         data=IceCubeData(simulate_events=MILLION, simulate_files=20),
         model=TwoStageConfig(),
-        loader=LoaderConfig(batch_size=4096, micro_cost=_pulses_at_once(), sample_cost=LARGEST_EVENT),
+        loader=LoaderConfig(batch_size=4096, micro_cost=_pulses_at_once(SEED_BYTES), sample_cost=LARGEST_EVENT),
         train=TrainConfig(epochs=1, lr=1e-3, warmup_steps=50, compile=True),
     )
 
 
-def _pulses_at_once() -> int:
-    """A step in one piece where the GPU has room for it: two halves take an H200 twice as long to launch."""
-    large = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory >= LARGE_GPU_BYTES
-    return LARGE_GPU_PULSES if large else SMALL_GPU_PULSES
+def _pulses_at_once(bytes_a_pulse: float) -> int:
+    """As many as the GPU has room for: a step in one piece, where it can be. In pieces it is launched piece by piece."""
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else SMALL_GPU
+    return max(LARGEST_EVENT, int(USED_SHARE * memory / bytes_a_pulse) // 10_000 * 10_000)
 
 
 def _flat(name: str, width: int, layers: int) -> RunConfig:
+    growth = width * layers / (FlatConfig().width * FlatConfig().layers)  # activations, against what was measured
     return RunConfig(
         recipe=f"icecube:{name}",
         data=IceCubeData(simulate_events=MILLION, simulate_files=20),
         model=FlatConfig(width=width, heads=width // 32, layers=layers),
-        loader=LoaderConfig(batch_size=4096, micro_cost=_pulses_at_once(), sample_cost=LARGEST_EVENT),
+        loader=LoaderConfig(
+            batch_size=4096, micro_cost=_pulses_at_once(growth * FLAT_BYTES), sample_cost=LARGEST_EVENT
+        ),
         train=TrainConfig(epochs=1, lr=1e-3, warmup_steps=100, compile=True),
     )
 
@@ -84,7 +88,7 @@ def deep() -> RunConfig:
         recipe="icecube:deep",
         data=IceCubeData(simulate_events=MILLION, simulate_files=20),
         model=DeepConfig(),
-        loader=LoaderConfig(batch_size=4096, micro_cost=_pulses_at_once(), sample_cost=512),
+        loader=LoaderConfig(batch_size=4096, micro_cost=_pulses_at_once(DEEP_BYTES), sample_cost=512),
         train=TrainConfig(epochs=1, lr=5e-4, warmup_steps=200, compile=True),
     )
 
@@ -95,7 +99,7 @@ def h200() -> RunConfig:
         recipe="icecube:h200",
         data=IceCubeData(simulate_events=3 * MILLION, simulate_files=30, validation=(30,)),
         model=FlatConfig(),
-        loader=LoaderConfig(batch_size=4096, micro_cost=LARGE_GPU_PULSES, sample_cost=LARGEST_EVENT),
+        loader=LoaderConfig(batch_size=4096, micro_cost=_pulses_at_once(FLAT_BYTES), sample_cost=LARGEST_EVENT),
         train=TrainConfig(epochs=5, lr=1.5e-3, warmup_steps=200, weight_decay=0.05, compile=True, ema=0.999),
     )
 
@@ -106,7 +110,7 @@ def kaggle() -> RunConfig:
         recipe="icecube:kaggle",
         data=IceCubeData(path=Path("icecube-neutrinos-in-deep-ice"), validation=tuple(range(651, 661))),
         model=FlatConfig(ice=True),
-        loader=LoaderConfig(batch_size=4096, micro_cost=LARGE_GPU_PULSES, sample_cost=LARGEST_EVENT),
+        loader=LoaderConfig(batch_size=4096, micro_cost=_pulses_at_once(FLAT_BYTES), sample_cost=LARGEST_EVENT),
         train=TrainConfig(
             epochs=4, lr=1e-3, warmup_steps=2000, weight_decay=0.05, compile=True, ema=0.9999, save_every=4000
         ),

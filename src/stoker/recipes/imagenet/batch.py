@@ -30,9 +30,8 @@ class ImageBatch:
 class HostImages:
     """As decoded."""
 
-    pixels: tuple[
-        Tensor, ...
-    ]  # (bytes,) uint8 each: crops (height, width, 3) one after the other, some on the device already
+    # (bytes,) uint8 each: crops (height, width, 3) one after the other; some may lie on the device already
+    pixels: tuple[Tensor, ...]
     offsets: Tensor  # (B,) int64, where each crop begins, in all of them together
     shapes: Tensor  # (B, 2) int32
     flips: Tensor  # (B,) uint8

@@ -18,7 +18,7 @@ from stoker import console
 from stoker.data.cache import cache_folder
 from stoker.data.order import ExactOrder, Order, RepeatedOrder, hashed
 from stoker.data.plan import MicroBatch
-from stoker.data.processes import Processes
+from stoker.data.processes import Helper, Processes
 from stoker.data.quarantine import Quarantine
 from stoker.data.ragged import Indices
 from stoker.data.samples import ListSubset, SampleTable, Subset
@@ -37,7 +37,7 @@ from stoker.recipes.imagenet.probe import check_labels
 from stoker.recipes.imagenet.sources import Images, Reader, open_images, rows_of
 from stoker.settings import AlsoCalled, config
 
-# Host memory that a byte of JPEG needs on its way: its crop has two or three, and is copied twice.
+# Host memory that a byte of JPEG needs on its way: its crop has two or three, and is copied.
 BYTES_PER_BYTE = 8.0
 PART = 64  # images that a process decodes at a time
 MOST_BROKEN = 0.01  # share of the images seen that may be broken before the run stops
@@ -73,7 +73,7 @@ class ImageNetData:
     processes: Annotated[int, Field(ge=0)] | None = (
         None  # that decode; None: one a loader thread beside a GPU, else none
     )
-    decode_on_gpu: bool = True  # training images for which no process is free; rounds a little differently
+    decode_on_gpu: bool = False  # also, training images for which no process is free; not the same to the bit
     broken: Literal["skip", "stop"] = "skip"  # what an image that cannot be decoded does; it is named either way
     check_labels: bool = True  # a quick classifier tells before the first step whether labels of both sides agree
 
@@ -81,6 +81,8 @@ class ImageNetData:
     draw_held_out: Annotated[int, Field(ge=1)] = 60
 
     def __post_init__(self) -> None:
+        if self.decode_on_gpu and self.crop == "shift":
+            raise ValueError("decode_on_gpu is for crops of large images, and crop is shift")
         if self.first_size is not None and self.first_size > self.size:
             raise ValueError(f"first_size {self.first_size} is larger than size {self.size}")
 
@@ -97,6 +99,8 @@ class ImageNetData:
             found["mix_switch"] = "it chooses between data.mixup and data.cutmix, and not both are used"
         if self.max_classes is None and self.max_per_class is None:
             found["subset_seed"] = "neither data.max_classes nor data.max_per_class is set"
+        if self.processes == 0:
+            found["decode_on_gpu"] = "it helps the processes that decode, and data.processes is 0"
         if self.path is not None:
             found |= dict.fromkeys(("draw_per_class", "draw_held_out"), "data.path is given, nothing is drawn")
         return found
@@ -291,12 +295,13 @@ class _Maker:
         self._labels, self._ids = np.asarray(columns["label"]), np.asarray(columns["id"])
         self._processes: Processes[_Decoded] | None = None
         self._gpu = GpuDecoder(device)
-        # Small images are moved, not cropped, and decoded in no time.
-        helped = self._on_gpu and self._config.decode_on_gpu and self._config.crop == "random"
         if processes:
-            self._processes = Processes(
-                self._decode, processes, _room(self._config), self._decode_on_gpu if helped else None
-            )
+            self._processes = Processes(self._decode, processes, _room(self._config), self._helper())
+
+    def _helper(self) -> Helper[_Decoded] | None:
+        if not (self._on_gpu and self._config.decode_on_gpu):
+            return None
+        return Helper(self._decode_on_gpu, lambda: self._gpu.works)
 
     def train(self, micro: MicroBatch) -> HostImages:
         return self._make(_Asked(micro, training=True))
@@ -355,13 +360,13 @@ class _Maker:
             images = None
         if images is None:
             return self._decode(asked, memoryview(b""))[0]
-        with torch.cuda.stream(self._gpu.stream()):
+        with self._gpu.stream() as stream:
             seen = [
                 image[:, *inside(box(image.shape[1], image.shape[2], one))].permute(1, 2, 0)
                 for one, image in enumerate(images)
             ]
             pixels = torch.cat([part.flatten() for part in seen])
-            self._gpu.stream().synchronize()
+            stream.synchronize()
         shapes = np.array([part.shape[:2] for part in seen], np.int32)
         return _Decoded(np.arange(len(seen)), shapes, [], pixels)
 

@@ -1,6 +1,7 @@
 """From the bytes of an image to the pixels that are needed: decoded at the smallest scale that still holds them."""
 
 import io
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -11,6 +12,10 @@ from PIL import Image, ImageFile
 
 Pixels = npt.NDArray[np.uint8]  # (height, width, 3)
 JPEG = b"\xff\xd8\xff"
+SEQUENTIAL = (0xC0, 0xC1)  # markers of frames whose rows follow one another
+OTHER_FRAMES = (0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
+SCAN = 0xDA
+BLOCK_ROWS = 32  # rows that are coded together: 8 or 16, and 32 at most
 
 
 class Broken(Exception):
@@ -48,30 +53,21 @@ def decode(content: bytes, min_height: int = 0, min_width: int = 0, *, fast: boo
     Fast: colours, which JPEG keeps at half the resolution, are repeated and not interpolated, and the cosine transform is
     less exact. Nobody sees that in a photograph that is shrunk next; an image of 32 pixels has nothing to lose.
     """
-    if content[:3] == JPEG:
-        try:
-            pixels: Pixels = simplejpeg.decode_jpeg(
-                content,
-                "RGB",
-                fastdct=fast,
-                fastupsample=fast,
-                min_height=min_height,
-                min_width=min_width,
-                strict=False,
-            )
-            return pixels
-        except (ValueError, KeyError):
-            pass  # CMYK, twelve bits and the like: Pillow knows them
-    return _decode_slowly(content)
+    pixels = _decode_jpeg(content, min_height, min_width, fast=fast) if content[:3] == JPEG else None
+    return _decode_slowly(content) if pixels is None else pixels
 
 
 def decode_part(content: bytes, box: Box, height: int, width: int, size: int) -> Pixels:
     """The pixels inside a box of an image of that height and width, enough of them to make size x size from."""
-    tall, wide = (min(1.0, size / side) for side in (box.height, box.width))
     # At most half the pixels are left out by a smaller scale: two of its pixels make one of ours.
-    pixels = decode(content, _at_least(height * tall), _at_least(width * wide), fast=True)
-    rows, columns = inside(box, pixels.shape[0] / height, pixels.shape[1] / width)
-    return pixels[rows, columns].copy()  # a view would keep the whole image
+    eighths = min(8, max(1, math.ceil(8 * size / min(box.height, box.width) - 1e-6)))
+    tall, wide = _scaled(height, eighths), _scaled(width, eighths)
+    part = inside(box, tall / height, wide / width)
+    pixels = _upper_rows(content, part[0].stop, eighths, height, width)
+    if pixels is None:
+        pixels = decode(content, tall, wide, fast=True)
+        part = inside(box, pixels.shape[0] / height, pixels.shape[1] / width)
+    return pixels[part].copy()  # a view would keep the whole image
 
 
 def inside(box: Box, scale_y: float = 1.0, scale_x: float = 1.0) -> tuple[slice, slice]:
@@ -82,8 +78,51 @@ def inside(box: Box, scale_y: float = 1.0, scale_x: float = 1.0) -> tuple[slice,
     return slice(top, bottom), slice(left, right)
 
 
-def _at_least(side: float) -> int:
-    return max(1, int(np.ceil(side - 1e-6)))
+def _scaled(side: int, eighths: int) -> int:
+    return -(-side * eighths // 8)
+
+
+def _decode_jpeg(content: bytes | bytearray, min_height: int, min_width: int, *, fast: bool) -> Pixels | None:
+    """None: CMYK, twelve bits and the like, which Pillow knows."""
+    try:
+        pixels: Pixels = simplejpeg.decode_jpeg(
+            content, "RGB", fastdct=fast, fastupsample=fast, min_height=min_height, min_width=min_width, strict=False
+        )
+        return pixels
+    except (ValueError, KeyError):
+        return None
+
+
+def _upper_rows(content: bytes, stop: int, eighths: int, height: int, width: int) -> Pixels | None:
+    """A scaled JPEG down to a row; None: all of it is needed, or it is no file that can be cut.
+
+    Rows of a JPEG follow one another, so a decoder that is told of fewer rows stops there and does no work for the others.
+    """
+    blocks = -(-stop * 8 // (eighths * BLOCK_ROWS))
+    kept = blocks * BLOCK_ROWS
+    place = _place_of_height(content) if kept < height else None
+    if place is None:
+        return None
+    shorter = bytearray(content)
+    shorter[place : place + 2] = kept.to_bytes(2, "big")
+    pixels = _decode_jpeg(shorter, _scaled(kept, eighths), _scaled(width, eighths), fast=True)
+    cut = pixels is not None and pixels.shape[:2] == (_scaled(kept, eighths), _scaled(width, eighths))
+    return pixels if cut else None
+
+
+def _place_of_height(content: bytes) -> int | None:
+    """Where the header of a JPEG says how many rows there are. None: its rows do not simply follow one another."""
+    at, place, components = 2, None, None
+    while at + 10 <= len(content) and content[at] == 0xFF:
+        kind = content[at + 1]
+        if kind in SEQUENTIAL:
+            place, components = at + 5, content[at + 9]
+        elif kind in OTHER_FRAMES:
+            return None
+        elif kind == SCAN:  # all colours in one scan, or the rows come once for each
+            return place if content[at + 4] == components else None
+        at += 1 if kind == 0xFF else 2 + int.from_bytes(content[at + 2 : at + 4], "big")
+    return None
 
 
 def _decode_slowly(content: bytes) -> Pixels:
