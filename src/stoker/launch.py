@@ -7,7 +7,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,10 +18,9 @@ import torch
 from stoker import console, settings
 from stoker.data import pack
 from stoker.data.loader import Loader, LoaderConfig
-from stoker.data.order import Order, StorageOrder
+from stoker.data.order import StorageOrder
 from stoker.data.plan import Plan
 from stoker.data.quality import shuffle_quality
-from stoker.data.samples import Subset
 from stoker.data.stages import Stage
 from stoker.data.store import is_store, open_store
 from stoker.errors import MachineError, UserError
@@ -333,43 +332,27 @@ def build_parts(recipe: Recipe, config: RunConfig, ranks: Ranks) -> Parts:
     torch.manual_seed(config.run.seed + 1_000_003 * ranks.rank)
     return Parts(
         task=task,
-        training=_loader(
-            data, data.training, data.order(data.training), data.stages, config, device, ranks, data.repeated
-        ),
-        validation=_loader(
-            data,
-            data.validation,
-            lambda seed, epoch: StorageOrder(),
-            data.validation_stages or data.stages,
-            config,
-            device,
-            ranks,
-        ),
+        training=_loader(data, config, device, ranks, training=True),
+        validation=_loader(data, config, device, ranks, training=False),
         device=device,
         data=data,
     )
 
 
-def _loader(
-    data: RunData,
-    subset: Subset,
-    order: Callable[[int, int], Order],
-    stages: Sequence[Stage],
-    config: RunConfig,
-    device: torch.device,
-    ranks: Ranks,
-    repeated: bool = False,
-) -> Loader[Any]:
+def _loader(data: RunData, config: RunConfig, device: torch.device, ranks: Ranks, *, training: bool) -> Loader[Any]:
     loader = config.loader
+    subset = data.training if training else data.validation
+    stages = data.stages if training else data.validation_stages or data.stages
     plan = Plan(
         table=data.table,
         subset=subset,
-        order=order,
+        order=data.order(subset) if training else lambda seed, epoch: StorageOrder(),
         batch_size=loader.batch_size,
         batch_cost=loader.batch_cost,
         micro_cost=loader.micro_cost,
         sample_cost=loader.sample_cost,
-        repeated=repeated,
+        repeated=training and data.repeated,
+        paired=training and data.paired,
     )
     pinned = [Stage("pin", lambda batch: batch.pin())] if device.type == "cuda" else []
     return Loader(

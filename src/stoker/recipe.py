@@ -59,6 +59,7 @@ class RunData:
     cache_bytes: int = 0  # of the RAM budget that the source keeps for itself
     validation_stages: Sequence[Stage] | None = None  # where they differ from those of training
     repeated: bool = False  # the training order names samples several times
+    paired: bool = False  # a training sample has a partner in its micro-batch
     keep: Mapping[str, Any] = field(default_factory=dict)  # name -> JSON that goes into the run's folder
 
 

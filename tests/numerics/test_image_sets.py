@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.data.plan import MicroBatch, Position
+from stoker.data.plan import MicroBatch, Position, StepPlan
 from stoker.errors import UserError
 from stoker.launch import build_parts, resolve_target
 from stoker.recipe import PackRequest
@@ -184,6 +184,33 @@ def test_batches_do_not_depend_on_threads_or_processes(pictures: Path, monkeypat
         for ours, theirs in zip(first, batches_of(pictures, *every, *words), strict=True):
             assert torch.equal(ours, theirs)
     assert len(first) == 15
+
+
+@pytest.mark.parametrize("repeats", ["1", "3"])
+def test_augmented_images_do_not_depend_on_ranks(pictures: Path, repeats: str) -> None:
+    words = ("--data.rand_augment", "2", "--data.mixup", "0.2", "--data.cutmix", "1.0", "--data.erasing", "0.5")
+    parts = parts_of(pictures, *words, "--data.repeats", repeats, "--loader.batch_size", "30")
+    plan, make = parts.training.plan, parts.data.stages[0].run
+
+    def images(step: StepPlan, ranks: int) -> dict[tuple[int, int], tuple[torch.Tensor, int, float]]:
+        found = {}
+        for micro in (micro for mine in plan.deal(step, ranks) for micro in mine):
+            batch = make(micro).to(torch.device("cpu"))
+            copies = micro.copies if micro.copies is not None else np.zeros(len(micro.rows), int)
+            for one, key in enumerate(zip(micro.rows.tolist(), copies.tolist(), strict=True)):
+                found[key] = batch.images[one], int(batch.partner[one]), float(batch.weight[one])
+        return found
+
+    for step in [next(plan.steps(Position(0))), list(plan.steps(Position(0), 1))[-1]]:
+        alone, mixed = images(step, 1), 0
+        for ranks in (2, 5):
+            shared = images(step, ranks)
+            assert shared.keys() == alone.keys()
+            for key, (image, partner, weight) in alone.items():
+                torch.testing.assert_close(shared[key][0], image, rtol=0, atol=1e-5)
+                assert shared[key][1:] == (partner, weight)
+                mixed += weight < 1
+        assert mixed > len(alone)
 
 
 @pytest.mark.parametrize("processes", ["0", "2"])

@@ -1,5 +1,7 @@
 """What must hold for every plan: each sample once, the same steps for any ranks and from any position."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -136,3 +138,20 @@ def test_positions_in_a_subset_of_ranges_find_their_rows(gaps: list[tuple[int, i
     everything = np.arange(at + 5)
     expected = np.searchsorted(listed, everything)
     assert subset.positions(everything).tolist() == expected.tolist()
+
+
+@given(plans(), st.integers(1, 6))
+def test_partners_are_the_same_for_any_number_of_ranks(plan: Plan, ranks: int) -> None:
+    paired = replace(plan, paired=True, micro_cost=None)
+    for step in paired.steps(Position(3), 1):
+        found = []
+        for dealt in (paired.deal(step, 1), paired.deal(step, ranks)):
+            partner = {}
+            for micro in (micro for mine in dealt for micro in mine):
+                assert micro.partners is not None
+                assert (micro.partners[micro.partners] == np.arange(len(micro.rows))).all()
+                partner |= dict(zip(micro.rows.tolist(), micro.rows[micro.partners].tolist(), strict=True))
+            found.append(partner)
+        assert found[0] == found[1]
+        assert sorted(found[0]) == sorted(step.rows.tolist())
+        assert sum(row == other for row, other in found[0].items()) == len(step.rows) % 2  # one may be left alone

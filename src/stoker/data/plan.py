@@ -46,6 +46,7 @@ class MicroBatch:
     epoch: int
     cost: int = 0
     copies: Indices | None = None  # which copy of its sample each row is, where samples come several times a step
+    partners: Indices | None = None  # the place of each row's partner, where samples come in pairs; alone: its own
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Plan:
     micro_cost: int | None = None  # most cost in a micro-batch; None: one micro-batch a rank
     sample_cost: int | None = None  # a sample that costs more is thinned to this
     repeated: bool = False  # the order names samples several times
+    paired: bool = False  # each sample has a partner, and both are in one micro-batch
 
     def __post_init__(self) -> None:
         if (self.batch_size is None) == (self.batch_cost is None):
@@ -92,6 +94,9 @@ class Plan:
     def deal(self, step: StepPlan, num_ranks: int) -> list[list[MicroBatch]]:
         """The step's micro-batches for each rank, the same number for all."""
         costs = self.costs(step.rows)
+        pair = _pairs(len(costs)) if self.paired else np.arange(len(costs))
+        if self.paired:  # they stay together
+            costs = np.bincount(pair, costs)
         each = 1
         if self.micro_cost is not None:
             each = max(1, -(-int(costs.sum()) // (num_ranks * self.micro_cost)))
@@ -101,13 +106,15 @@ class Plan:
             if self.micro_cost is None or num_ranks * each >= len(costs) or spent.max() <= self.micro_cost:
                 break
             each += 1
+        bins = bins[pair]
         dealt = []
         for number, cost in enumerate(spent):
             mine = np.flatnonzero(bins == number)
             # In the order of storage: the same sum of gradients, and reads that only go forward.
             mine = mine[np.argsort(step.rows[mine], kind="stable")]
             copies = occurrences(step.rows)[mine] if self.repeated else None
-            dealt.append(MicroBatch(step.rows[mine], step.before.seed, step.before.epoch, int(cost), copies))
+            partners = _partners(pair[mine]) if self.paired else None
+            dealt.append(MicroBatch(step.rows[mine], step.before.seed, step.before.epoch, int(cost), copies, partners))
         return [dealt[rank::num_ranks] for rank in range(num_ranks)]
 
     def _next_rows(self, order: Order, start: int) -> Indices:
@@ -135,6 +142,24 @@ def occurrences(rows: Indices) -> Indices:
     counted = np.empty(len(rows), np.int64)
     counted[order] = np.arange(len(rows)) - np.searchsorted(ordered, ordered)
     return counted
+
+
+def _pairs(count: int) -> Indices:
+    """The pair of each sample: the first half of a step with the second, because copies of a sample stand side by side."""
+    half, pair = count // 2, np.arange(count)
+    pair[half : 2 * half] = np.arange(half)
+    pair[2 * half :] = half  # one may be left alone
+    return pair
+
+
+def _partners(pair: Indices) -> Indices:
+    """The place of the other sample of each pair; one that is alone gets its own."""
+    order = np.argsort(pair, kind="stable")
+    ordered = pair[order]
+    same = ordered[1:] == ordered[:-1]
+    partner = np.arange(len(pair))
+    partner[order[:-1][same]], partner[order[1:][same]] = order[1:][same], order[:-1][same]
+    return partner
 
 
 class _InStretches:

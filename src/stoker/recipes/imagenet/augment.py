@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from stoker.data.ragged import Indices
 from stoker.recipes.imagenet.chance import Floats
 
 BINS = 31  # steps that a magnitude has in the literature: 9 means 9 / 30
@@ -164,8 +165,10 @@ class Mixing:
     boxes: Tensor  # (B, 4) top, left, bottom, right as shares of the side; empty where blended
 
     @classmethod
-    def draw(cls, numbers: Floats, mixup: float, cutmix: float, probability: float, switch: float) -> "Mixing":
-        """From (B, 7) uniform numbers; `mixup` and `cutmix` are the alphas of beta distributions, 0 for never."""
+    def draw(
+        cls, numbers: Floats, partner: Indices, mixup: float, cutmix: float, probability: float, switch: float
+    ) -> "Mixing":
+        """From (B, 6) uniform numbers; `mixup` and `cutmix` are the alphas of beta distributions, 0 for never."""
         active = numbers[:, 0] < probability
         cut = (numbers[:, 1] < switch) if mixup and cutmix else np.full(len(numbers), bool(cutmix))
         alpha = np.where(cut, cutmix or 1.0, mixup or 1.0)
@@ -178,10 +181,6 @@ class Mixing:
         own = np.where(pasted, 1 - (bottom - top) * (right - left), np.where(active, weight, 1.0))
         boxes = np.stack([top, left, bottom, right], 1) * pasted[:, None]
         blend = np.where(active & ~cut, weight, 1.0)
-        # All images in one random ring: micro-batches stand in the order of storage, where neighbours are of one class.
-        ring = np.argsort(numbers[:, 6], kind="stable")
-        partner = np.empty(len(ring), np.int64)
-        partner[ring] = np.roll(ring, -1)
         rest = (torch.from_numpy(values.astype(np.float32)) for values in (own, blend, boxes))
         return cls(torch.from_numpy(partner), *rest)
 

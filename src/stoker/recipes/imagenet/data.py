@@ -165,6 +165,7 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         bytes_per_cost=BYTES_PER_BYTE,
         cache_bytes=processes * _room(config),
         repeated=config.repeats > 1,
+        paired=bool(config.mixup or config.cutmix),
         keep={"classes.json": list(chosen.classes.names)},
     )
 
@@ -422,7 +423,12 @@ class _Maker:
                 )
             if config.mixup or config.cutmix:
                 mixing = Mixing.draw(
-                    drawn[:, _MIX : _MIX + 7], config.mixup, config.cutmix, config.mix_probability, config.mix_switch
+                    drawn[:, _MIX:_ERASE],
+                    _partners(micro, kept),
+                    config.mixup,
+                    config.cutmix,
+                    config.mix_probability,
+                    config.mix_switch,
                 )
             if config.erasing:
                 erasing = Erasing.draw(drawn[:, _ERASE : _ERASE + NUMBERS_OF_ERASING], config.erasing)
@@ -446,6 +452,15 @@ def _part(micro: MicroBatch, first: int) -> MicroBatch:
     return MicroBatch(micro.rows[here], micro.seed, micro.epoch, copies=copies)
 
 
+def _partners(micro: MicroBatch, kept: Indices) -> Indices:
+    """Places among the images that were kept; one whose partner is broken is its own."""
+    assert micro.partners is not None
+    place = np.full(len(micro.rows), -1)
+    place[kept] = np.arange(len(kept))
+    partners = place[micro.partners[kept]]
+    return np.where(partners < 0, np.arange(len(kept)), partners)
+
+
 def _room(config: ImageNetData) -> int:
     """Bytes for the crops of a part: a crop is decoded to at most about twice the size asked for."""
     side = 2 * max(config.size, config.validation_size or 0) + 32
@@ -455,5 +470,5 @@ def _room(config: ImageNetData) -> int:
 # Places of the uniform numbers of a sample: crop, flip, mixing, erasing; RandAugment's come last.
 _FLIP = crops.NUMBERS
 _MIX = _FLIP + 1
-_ERASE = _MIX + 7
+_ERASE = _MIX + 6
 _NUMBERS = _ERASE + NUMBERS_OF_ERASING

@@ -48,7 +48,7 @@ class GpuDecoder:
         """At first use: processes are forked before, and must not see CUDA. Is there a decoder at all?"""
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         try:
-            self._decode([simplejpeg.encode_jpeg(np.zeros((16, 16, 3), np.uint8))])
+            self._decode([simplejpeg.encode_jpeg(np.zeros((64, 64, 3), np.uint8))])
         except (ImportError, RuntimeError) as error:
             self.works = False
             console.say(f"JPEG is not decoded on the GPU: {str(error).strip().splitlines()[0]}")
