@@ -17,7 +17,7 @@ from torchvision.transforms.v2 import functional as reference
 from stoker.recipes.imagenet import augment, crops
 from stoker.recipes.imagenet.augment import OPERATIONS, Erasing, Mixing, RandAugment
 from stoker.recipes.imagenet.chance import uniforms
-from stoker.recipes.imagenet.decode import Box, Broken, _upper_rows, decode, decode_part, size_of
+from stoker.recipes.imagenet.decode import Box, Broken, Pixels, _upper_rows, decode, decode_part, size_of
 from stoker.recipes.imagenet.draw import CLASSES, draw
 from stoker.recipes.imagenet.resize import MEAN, STD, denormalise, resize
 
@@ -95,8 +95,17 @@ def test_rows_below_the_part_change_nothing(data: st.DataObject) -> None:
     box, size = Box(top, left, tall, wide), data.draw(st.integers(1, 100))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stoker.recipes.imagenet.decode._upper_rows", lambda *_: None)
-        whole = decode_part(content, box, height, width, size)
-    assert np.array_equal(decode_part(content, box, height, width, size), whole)
+        whole = part_or_nothing(content, box, height, width, size)
+    part = part_or_nothing(content, box, height, width, size)
+    assert (part is None) == (whole is None)
+    assert whole is None or np.array_equal(part, whole)
+
+
+def part_or_nothing(content: bytes, box: Box, height: int, width: int, size: int) -> Pixels | None:
+    try:
+        return decode_part(content, box, height, width, size)
+    except Broken:
+        return None
 
 
 def test_rows_below_the_part_are_not_decoded() -> None:
@@ -123,6 +132,43 @@ def test_odd_images_are_decoded(mode: str) -> None:
     expected = np.asarray(image.convert("L").convert("RGB") if mode in ("L", "I;16") else image).astype(float)
     tolerance = {"P": 40, "cut": 255, "CMYK": 12}.get(mode, 9)  # noise loses some of its colours
     assert np.abs(pixels - expected).mean() < tolerance
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_damaged_files_are_broken_or_the_same_every_time(data: st.DataObject) -> None:
+    """Never memory that nobody has written."""
+    sink = io.BytesIO()
+    image = Image.fromarray(picture(3))
+    image.save(sink, "JPEG", progressive=data.draw(st.booleans()), quality=90)
+    content = bytearray(sink.getvalue())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(2, len(content) - 1))] = data.draw(st.integers(0, 255))
+    box = Box(3, 5, 20, 20)
+
+    def outcome(fill: int) -> bytes:
+        trash = np.full((200, 200, 3), fill, np.uint8)  # what the next array of that size may find
+        del trash
+        try:
+            height, width = size_of(bytes(content))
+            if height * width > 10**6:
+                return b"large"
+            whole = decode(bytes(content), fast=True)
+            return whole.tobytes() + decode_part(bytes(content), box, height, width, 20).tobytes()
+        except Broken:
+            return b"broken"
+
+    assert outcome(0) == outcome(201)
+
+
+def test_a_file_without_a_single_row_is_broken() -> None:
+    content = bytearray(simplejpeg.encode_jpeg(np.full((480, 640, 3), 90, np.uint8)))
+    scan = content.index(b"\xff\xda")
+    content[scan + 5] = 99  # a colour that the frame does not have
+    with pytest.raises(Broken):
+        decode(bytes(content))
+    with pytest.raises(Broken):
+        decode_part(bytes(content), Box(0, 0, 100, 100), 480, 640, 50)
 
 
 @pytest.mark.parametrize("content", [b"", b"not an image", b"\xff\xd8\xff\xe0 half a header"])

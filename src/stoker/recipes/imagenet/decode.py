@@ -15,6 +15,7 @@ JPEG = b"\xff\xd8\xff"
 SEQUENTIAL = (0xC0, 0xC1)  # markers of frames whose rows follow one another
 OTHER_FRAMES = (0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
 SCAN = 0xDA
+MARK = np.array([7, 211, 64, 153, 18, 240, 99, 172, 33, 201, 5, 128], np.uint8)  # where nobody has written yet
 BLOCK_ROWS = 32  # rows that are coded together: 8 or 16, and 32 at most
 
 
@@ -53,8 +54,15 @@ def decode(content: bytes, min_height: int = 0, min_width: int = 0, *, fast: boo
     Fast: colours, which JPEG keeps at half the resolution, are repeated and not interpolated, and the cosine transform is
     less exact. Nobody sees that in a photograph that is shrunk next; an image of 32 pixels has nothing to lose.
     """
-    pixels = _decode_jpeg(content, min_height, min_width, fast=fast) if content[:3] == JPEG else None
-    return _decode_slowly(content) if pixels is None else pixels
+    if content[:3] == JPEG:
+        try:
+            pixels: Pixels = _decode_jpeg(content, min_height, min_width, fast=fast)
+            return pixels
+        except (ValueError, KeyError):
+            pass
+        if (damaged := _decode_damaged(content, min_height, min_width, fast=fast)) is not None:
+            return damaged
+    return _decode_slowly(content)
 
 
 def decode_part(content: bytes, box: Box, height: int, width: int, size: int) -> Pixels:
@@ -82,15 +90,27 @@ def _scaled(side: int, eighths: int) -> int:
     return -(-side * eighths // 8)
 
 
-def _decode_jpeg(content: bytes | bytearray, min_height: int, min_width: int, *, fast: bool) -> Pixels | None:
-    """None: CMYK, twelve bits and the like, which Pillow knows."""
+def _decode_jpeg(
+    content: bytes | bytearray, min_height: int, min_width: int, *, fast: bool, into: Pixels | None = None
+) -> Pixels:
+    """Refuses whatever is wrong with a file; `into` takes the pixels in any case, as far as there are some."""
+    options = {} if into is None else {"buffer": into, "strict": False}
+    pixels: Pixels = simplejpeg.decode_jpeg(
+        content, "RGB", fastdct=fast, fastupsample=fast, min_height=min_height, min_width=min_width, **options
+    )
+    return pixels
+
+
+def _decode_damaged(content: bytes, min_height: int, min_width: int, *, fast: bool) -> Pixels | None:
+    """A file that ends early or has wrong bytes in it, grey or black where nothing was found. None: not one row was."""
     try:
-        pixels: Pixels = simplejpeg.decode_jpeg(
-            content, "RGB", fastdct=fast, fastupsample=fast, min_height=min_height, min_width=min_width, strict=False
-        )
-        return pixels
-    except (ValueError, KeyError):
+        height, width = size_of(content)
+        into = np.zeros(3 * height * width, np.uint8)
+        into[: len(MARK)] = MARK[: into.size]
+        pixels = _decode_jpeg(content, min_height, min_width, fast=fast, into=into)
+    except (ValueError, KeyError, Broken):  # CMYK, twelve bits and the like, which Pillow knows
         return None
+    return None if np.array_equal(into[: len(MARK)], MARK[: into.size]) else pixels
 
 
 def _upper_rows(content: bytes, stop: int, eighths: int, height: int, width: int) -> Pixels | None:
@@ -105,9 +125,16 @@ def _upper_rows(content: bytes, stop: int, eighths: int, height: int, width: int
         return None
     shorter = bytearray(content)
     shorter[place : place + 2] = kept.to_bytes(2, "big")
-    pixels = _decode_jpeg(shorter, _scaled(kept, eighths), _scaled(width, eighths), fast=True)
-    cut = pixels is not None and pixels.shape[:2] == (_scaled(kept, eighths), _scaled(width, eighths))
-    return pixels if cut else None
+    tall, wide = _scaled(kept, eighths), _scaled(width, eighths)
+    into = np.empty(3 * tall * wide, np.uint8)
+    into[-len(MARK) :] = MARK[-into.size :]
+    try:
+        # The rows that are left over count as damage. Rows are written in order: if the last one is there, all are.
+        pixels = _decode_jpeg(shorter, tall, wide, fast=True, into=into)
+    except (ValueError, KeyError):
+        return None
+    whole = pixels.shape[:2] == (tall, wide) and not np.array_equal(into[-len(MARK) :], MARK[-into.size :])
+    return pixels if whole else None
 
 
 def _place_of_height(content: bytes) -> int | None:
@@ -133,6 +160,10 @@ def _decode_slowly(content: bytes) -> Pixels:
             ImageFile.LOAD_TRUNCATED_IMAGES = True
             with Image.open(io.BytesIO(content)) as image:
                 image.load()
+                if (
+                    content[:3] == JPEG and not np.asarray(image).any()
+                ):  # Pillow keeps silent about what it cannot decode
+                    raise Broken("no row of it can be decoded")
                 if image.mode in ("I;16", "I;16B", "I;16L", "I"):
                     grey = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
                     return np.repeat(grey[:, :, None], 3, axis=2)
