@@ -40,6 +40,7 @@ from stoker.train.trackers import open_tracker
 
 # Keys that change how fast or where a run goes, and never its numbers: they may differ when it is resumed.
 HARMLESS = ("run.name", "run.folder", "loader.threads", "loader.look_ahead", "loader.ram_bytes", "loader.stuck_after_s")
+SHARED = ("loader.", "train.", "model.", "run.seed")  # keys that must be the same on all ranks, but for those above
 COMMAND_LINE = "the command line"  # where a value came from
 BUILT_IN = {"icecube": "stoker.recipes.icecube.recipe:RECIPE", "imagenet": "stoker.recipes.imagenet.recipe:RECIPE"}
 
@@ -291,24 +292,10 @@ def _joined(config: RunConfig) -> Iterator[Ranks]:
     ranks = parallel.join(config.run.device)
     console.be_quiet(not ranks.is_first)
     try:
-        _check_same_settings(config)
         yield ranks
         parallel.gather(None)  # leave together: a rank that tears its connections down early can abort another
     finally:
         console.be_quiet(False)
-
-
-def _check_same_settings(config: RunConfig) -> None:
-    """Ranks cut the same steps, each for itself: presets that look at the machine may not differ in what they found."""
-    mine = {key: value for key, value in settings.leaves(config) if key not in HARMLESS}
-    for other in parallel.gather(mine):
-        different = [key for key in mine if mine[key] != other.get(key)]
-        if different:
-            key = different[0]
-            raise UserError(
-                f"The processes of this run have different settings: {key} is {mine[key]} here and {other.get(key)} "
-                f"elsewhere. Give it on the command line: --{key} VALUE."
-            )
 
 
 @dataclass(frozen=True)
@@ -326,6 +313,7 @@ def build_parts(recipe: Recipe, config: RunConfig, ranks: Ranks) -> Parts:
     data = recipe.open_data(config, device) if ranks.local == 0 else None
     parallel.gather(None)
     data = data or recipe.open_data(config, device)
+    _check_same_settings(config)
     torch.manual_seed(config.run.seed)
     task = recipe.build_task(config)
     # From here on each rank draws its own numbers (dropout); weights were drawn alike.
@@ -337,6 +325,19 @@ def build_parts(recipe: Recipe, config: RunConfig, ranks: Ranks) -> Parts:
         device=device,
         data=data,
     )
+
+
+def _check_same_settings(config: RunConfig) -> None:
+    """Ranks cut the same steps, each for itself: presets that look at the machine may not differ in what they found."""
+    mine = {key: value for key, value in settings.leaves(config) if key.startswith(SHARED) and key not in HARMLESS}
+    for other in parallel.gather(mine):
+        different = [key for key in mine if mine[key] != other.get(key)]
+        if different:
+            key = different[0]
+            raise UserError(
+                f"The processes of this run have different settings: {key} is {mine[key]} here and {other.get(key)} "
+                f"elsewhere. Give it on the command line: --{key} VALUE."
+            )
 
 
 def _loader(data: RunData, config: RunConfig, device: torch.device, ranks: Ranks, *, training: bool) -> Loader[Any]:

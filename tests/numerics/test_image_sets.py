@@ -18,6 +18,7 @@ from stoker.recipe import PackRequest
 from stoker.recipes.imagenet import data
 from stoker.recipes.imagenet.data import ImageNetData, choose_images, size_at
 from stoker.recipes.imagenet.draw import CLASSES, draw_set
+from stoker.recipes.imagenet.gpu_decode import GpuDecoder
 from stoker.recipes.imagenet.pack import pack
 from stoker.recipes.imagenet.recipe import RECIPE
 from stoker.recipes.imagenet.sources import open_images
@@ -375,6 +376,70 @@ def test_a_broken_image_is_named_and_left_out(own_pictures: Path, capsys: pytest
     parts = parts_of(own_pictures, "--data.broken", "stop")
     with pytest.raises(UserError, match="cannot be decoded"):
         list(parts.training.batches(Position(0), 1))
+
+
+def test_a_partner_that_is_broken_is_not_mixed_in(own_pictures: Path) -> None:
+    parts = parts_of(own_pictures, "--data.mixup", "0.2", "--loader.batch_size", "8", "--data.check_labels", "false")
+    plan, make = parts.training.plan, parts.data.stages[0].run
+    (micro,) = plan.deal(next(plan.steps(Position(0))), 1)[0]
+    reader = parts.data.where(micro.rows[:1])
+    (own_pictures / reader).write_bytes(b"no image")
+    batch = make(micro).to(torch.device("cpu"))
+    assert micro.partners is not None
+    left = int(
+        np.flatnonzero(micro.rows[1:] == micro.rows[micro.partners[0]])[0]
+    )  # its partner, among those that are left
+    assert batch.num_samples == 7
+    assert batch.partner[left] == batch.labels[left]
+
+
+class FakeDecoder(GpuDecoder):
+    """Without a GPU: takes files that begin as JPEG does, unless told to fail."""
+
+    fails: Exception | None = None
+
+    def _begin(self) -> bool:
+        self._stream = object()  # type: ignore[assignment]
+        return True
+
+    def _decode(self, contents: list[bytes]) -> list[torch.Tensor]:
+        if self.fails is not None:
+            raise self.fails
+        return [torch.zeros(3, 1, 1) for _ in contents]
+
+
+def test_the_gpu_decoder_is_left_alone_once_it_is_of_no_use(pictures: Path) -> None:
+    decoder = FakeDecoder(torch.device("cpu"))
+    good = next((pictures / "train").rglob("*.jpg")).read_bytes()
+    for content in (b"PNG", good, b"PNG", b"PNG"):
+        answer = decoder.decode([content])
+        assert (answer is not None) == (content == good)
+    assert decoder.decode([]) is None
+    assert decoder.works
+    decoder.fails = RuntimeError("one of them is broken")
+    for _ in range(3):
+        assert decoder.decode([good]) is None
+    assert not decoder.works
+    decoder.fails = None
+    assert decoder.decode([good]) is None
+
+
+def test_a_machine_without_the_gpu_decoder_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pictures: Path
+) -> None:
+    decoder = GpuDecoder(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    monkeypatch.setattr(decoder, "_decode", FakeDecoder._decode.__get__(FakeDecoder(torch.device("cpu"))))
+    monkeypatch.setattr(FakeDecoder, "fails", RuntimeError("not compiled with nvJPEG"))
+    assert decoder.decode([next((pictures / "train").rglob("*.jpg")).read_bytes()]) is None
+    assert not decoder.works
+    said = capsys.readouterr()
+    assert "not compiled with nvJPEG" in said.out + said.err
+
+
+def test_decoding_on_a_gpu_is_refused_without_one(pictures: Path) -> None:
+    with pytest.raises(UserError, match="this run is on cpu"):
+        parts_of(pictures, "--data.decode_on_gpu", "true")
 
 
 def test_images_grow_with_the_epochs() -> None:

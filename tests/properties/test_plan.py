@@ -155,3 +155,14 @@ def test_partners_are_the_same_for_any_number_of_ranks(plan: Plan, ranks: int) -
         assert found[0] == found[1]
         assert sorted(found[0]) == sorted(step.rows.tolist())
         assert sum(row == other for row, other in found[0].items()) == len(step.rows) % 2  # one may be left alone
+
+
+@given(st.integers(1, 40), st.integers(1, 6))
+def test_ranks_have_as_many_samples_in_every_full_step(batch_size: int, ranks: int) -> None:
+    """So that what was compiled and recorded for a shape serves all of them, with partners too."""
+    costs = np.random.default_rng(batch_size).integers(1, 100, 400).tolist()
+    table = make_table(costs)
+    plan = Plan(table, whole(table), lambda seed, epoch: ExactOrder(400, seed, epoch), batch_size, paired=True)
+    steps = [step for step in plan.steps(Position(0), 1) if len(step.rows) == batch_size]
+    numbers = {tuple(len(mine[0].rows) for mine in plan.deal(step, ranks)) for step in steps}
+    assert len(numbers) == 1

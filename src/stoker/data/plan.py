@@ -64,6 +64,8 @@ class Plan:
     def __post_init__(self) -> None:
         if (self.batch_size is None) == (self.batch_cost is None):
             raise ValueError("a step is cut by batch_size or by batch_cost: exactly one of them must be given")
+        if self.paired and self.micro_cost is not None:
+            raise ValueError("samples that come in pairs are not cut by micro_cost: a pair may cost more than that")
 
     def __len__(self) -> int:
         return len(self.subset)
@@ -101,7 +103,9 @@ class Plan:
         if self.micro_cost is not None:
             each = max(1, -(-int(costs.sum()) // (num_ranks * self.micro_cost)))
         while True:
-            bins = _balanced(costs, num_ranks * each)
+            # A sample without a partner comes last: a rank then has as many samples in every step.
+            alone = self.paired and len(pair) % 2 == 1
+            bins = _balanced(np.append(costs[:-1], 0) if alone else costs, num_ranks * each)
             spent = np.bincount(bins, costs, minlength=num_ranks * each)
             if self.micro_cost is None or num_ranks * each >= len(costs) or spent.max() <= self.micro_cost:
                 break

@@ -60,7 +60,8 @@ class GraphedBackward:
         except torch.OutOfMemoryError:
             if self._recorded is None:
                 raise
-            # The graph keeps memory for all that it computes; a shorter batch beside it may be too much.
+            # The graph keeps memory for all that it computes; a shorter batch beside it may be too much. Layers that were
+            # through with it have counted it in their running statistics, and do so once more.
             self._recorded = None
             console.say("Out of GPU memory beside the recorded step: it is dropped, and recorded again later.")
         for parameter in self._parameters:
@@ -90,18 +91,23 @@ class _Recorded:
         return self._loss
 
 
+def _values(batch: Any) -> dict[str, Any]:
+    return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+
+
 def _tensors(batch: Any) -> dict[str, Tensor]:
-    return {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    return {name: value for name, value in _values(batch).items() if isinstance(value, Tensor)}
 
 
 def _shape(batch: Any) -> Any:
     """All that a graph is made for, besides the numbers in tensors."""
-    if not dataclasses.is_dataclass(batch) or not all(isinstance(v, (Tensor, *PLAIN)) for v in vars(batch).values()):
+    values = _values(batch) if dataclasses.is_dataclass(batch) else {"": batch}
+    if not all(isinstance(value, (Tensor, *PLAIN)) for value in values.values()) or "" in values:
         raise UserError(
             f"A task with fixed_shapes needs batches that are dataclasses of tensors and plain numbers, and "
             f"{type(batch).__name__} is not one. Leave fixed_shapes out, or train with --train.cuda_graphs false."
         )
     return tuple(
         (name, value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else (name, value)
-        for name, value in vars(batch).items()
+        for name, value in values.items()
     )

@@ -134,6 +134,10 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
     processes = config.processes
     if processes is None:
         processes = run.loader.num_threads if device.type == "cuda" else 0
+    if config.decode_on_gpu and (device.type != "cuda" or not processes):
+        raise UserError(
+            f"data.decode_on_gpu helps processes beside a GPU; this run is on {device.type} with {processes} processes."
+        )
     maker = _Maker(run, chosen, broken, processes, device)
 
     def of_subset(subset: Subset) -> Callable[[int, int], Order]:

@@ -26,7 +26,7 @@ class GpuDecoder:
 
     def decode(self, contents: list[bytes]) -> list[Tensor] | None:
         """(3, height, width) each, not cropped and not scaled; None: these are not for a GPU."""
-        if self._stream is None and not self._begin():
+        if not self.works or (self._stream is None and not self._begin()):
             return None
         images = None
         if contents and all(map(_is_plain, contents)):
@@ -34,7 +34,9 @@ class GpuDecoder:
         self._refused = self._refused + 1 if contents and images is None else 0
         if self._refused == REFUSALS:
             self.works = False
-            console.say("These images are not for the GPU's decoder: the processes decode all of them.")
+            console.say(
+                f"The GPU decoded nothing of {REFUSALS} parts in a row: the processes decode all images from now on."
+            )
         return images
 
     @contextmanager

@@ -111,14 +111,14 @@ NOTES: dict[str, tuple[str, ...]] = {
         "Departures: twice their width and epochs, mirrored edges, random erasing instead of a fixed cut-out.",
     ),
     "fast": (
-        "stoker train imagenet:fast --data.path DIR; one H200: 16 epochs in at most 52 minutes (computed).",
+        "stoker train imagenet:fast --data.path DIR; one H200: 16 epochs in 52 minutes of training (computed).",
         FED,
         "Expected: about 71 % top-1, what ffcv-imagenet states for 16 epochs of ResNet-50 (recalled, not read again).",
         "Departures: no blur-pool, no flip at test time; crops from 35 % of the area; 128 to 192 pixels, 224 in validation.",
         EXPECTED,
     ),
     "baseline": (
-        "stoker train imagenet:baseline --data.path DIR; one H200: 90 epochs in 4.8 hours (computed).",
+        "stoker train imagenet:baseline --data.path DIR; one H200: 90 epochs in 4.8 hours of training (computed).",
         FED,
         "Expected: 76 to 77 % top-1. torchvision's weights of 90 epochs (IMAGENET1K_V1) have 76.13 %.",
         "Departures from torchvision's recipe: cosine instead of steps, warm-up of 5 epochs, label smoothing 0.1, no decay "
