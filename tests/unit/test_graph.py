@@ -1,15 +1,29 @@
 """Which steps are recorded as a CUDA graph. That replaying one gives the same numbers is tested on a GPU."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from stoker.data.device import OnDevice
+from stoker.data.loader import Loaded
+from stoker.data.plan import Position
 from stoker.errors import UserError
+from stoker.recipes.imagenet.batch import ImageBatch
+from stoker.recipes.imagenet.classes import ClassMap
+from stoker.recipes.imagenet.model import ImageModelConfig
+from stoker.recipes.imagenet.task import ClassificationTask
 from stoker.train import graph
+from stoker.train.config import TrainConfig
 from stoker.train.graph import SEEN, GraphedBackward
+from stoker.train.optim import build_optimizer
+from stoker.train.step import Stepper
 
 
 @dataclass(frozen=True)
@@ -99,3 +113,66 @@ def test_batches_that_cannot_be_recorded_are_refused(graphed: GraphedBackward) -
     for batch in ({"values": torch.ones(2)}, Batch((torch.ones(2), torch.ones(2)))):  # type: ignore[arg-type]
         with pytest.raises(UserError, match="dataclasses of tensors"):
             graphed(batch, 2)
+
+
+class StandIn:
+    """Does on a CPU what CUDA's graphs do: notes down at first, changing nothing, and later does it on the same memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self.made = model, 0
+
+    def make(self, backward: Any, batch: Any, num_samples: int, parameters: list[nn.Parameter]) -> Any:
+        self.made += 1
+        kept = [buffer.clone() for buffer in self._model.buffers()]
+
+        @contextmanager
+        def capture(graph: Any, capture_error_mode: str) -> Iterator[None]:
+            yield
+            for buffer, old in zip(self._model.buffers(), kept, strict=True):
+                buffer.copy_(old)
+
+        def replay() -> None:
+            for parameter in parameters:
+                parameter.grad = None
+            recorded._loss.copy_(backward(recorded._batch, num_samples))
+            for parameter, gradient in zip(parameters, recorded._gradients, strict=True):
+                gradient.copy_(parameter.grad)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=replay))
+            patch.setattr(torch.cuda, "graph", capture)
+            recorded = REAL(backward, batch, num_samples, parameters)
+        return recorded
+
+
+REAL = graph._Recorded
+
+
+def test_recorded_steps_train_as_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shorter batch in between, another usual size later, a step that is not finite."""
+
+    def weights(graphed: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        task = ClassificationTask(ImageModelConfig(name="resnet9", width=4), ClassMap(("a", "b", "c")))
+        config = TrainConfig(optimizer="sgd", lr=0.05, ema=0.9)
+        device = torch.device("cpu")
+        stepper = Stepper(task, build_optimizer(task.model, config), config, "fp32", device)
+        stand_in = StandIn(task.model)
+        if graphed:
+            stepper._graphed = GraphedBackward(stepper._backward, stepper.parameters)
+            monkeypatch.setattr(graph, "_Recorded", stand_in.make)
+        for number, size in enumerate([8] * 8 + [5] + [8] * 4 + [6] * 6):
+            images = torch.randn(size, 3, 32, 32, generator=torch.Generator().manual_seed(number))
+            if number == 10:
+                images[0] = float("nan")
+            labels = torch.arange(size) % 3
+            batch = ImageBatch(images, labels, labels, torch.ones(size), torch.arange(size))
+            result = stepper.compute(OnDevice((batch,), Loaded((), np.arange(size), Position(0), 0.0)))
+            stepper.update(result, 0.05)
+        assert stand_in.made == (2 if graphed else 0)
+        assert stepper.average is not None
+        return task.model.state_dict() | {f"average of {name}": v for name, v in stepper.average.weights.items()}
+
+    plain, recorded = weights(False), weights(True)
+    for name, value in plain.items():
+        torch.testing.assert_close(recorded[name], value, rtol=0, atol=1e-6, msg=name)
