@@ -19,8 +19,6 @@ from stoker.train.schedule import lr_at
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 
 def make_parts(events_dir: Path, folder: Path, **options: Any) -> tuple[Any, list[OnDevice[Any]]]:
     from engine import ReadyLoader, make_batches, make_engine

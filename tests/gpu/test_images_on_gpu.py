@@ -23,11 +23,7 @@ from stoker.train.config import TrainConfig
 from stoker.train.optim import build_optimizer
 from stoker.train.step import Stepper
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning"),  # of torchvision 0.29
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")  # torchvision 0.29
 DEVICE = torch.device("cuda")
 
 

@@ -19,7 +19,6 @@ from stoker.recipes.icecube.inputs import DirectionConfig
 from stoker.recipes.icecube.model import TwoStageConfig
 from stoker.recipes.icecube.task import DirectionTask
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LAYOUTS = [[1] * 500, [0, 3, 0, 1, 1, 33, 2, 0], [70, 1, 2561], [466, 1, 1, 1, 5] * 7, [0, 0, 1]]
 # Largest difference, relative to the largest number: rounding of the inputs, and of sums in another order.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}

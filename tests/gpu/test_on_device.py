@@ -18,8 +18,6 @@ from stoker.recipes.icecube.light import Detector
 from stoker.recipes.icecube.model import TwoStageConfig
 from stoker.recipes.icecube.simulate import simulate_events
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 
 def data_of(folder: Path, mode: str, device: str) -> RunData:
     data = IceCubeData(path=folder, mode=mode, validation=(4,))  # type: ignore[arg-type]

@@ -6,13 +6,14 @@ import shutil
 import tarfile
 from pathlib import Path
 from time import sleep
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from stoker.data.plan import MicroBatch, Position, StepPlan
-from stoker.errors import UserError
+from stoker.errors import MachineError, UserError
 from stoker.launch import build_parts, resolve_target
 from stoker.recipe import PackRequest
 from stoker.recipes.imagenet import data
@@ -20,8 +21,9 @@ from stoker.recipes.imagenet.data import ImageNetData, choose_images, size_at
 from stoker.recipes.imagenet.draw import CLASSES, draw_set
 from stoker.recipes.imagenet.gpu_decode import GpuDecoder
 from stoker.recipes.imagenet.pack import pack
+from stoker.recipes.imagenet.predict import _own_samples
 from stoker.recipes.imagenet.recipe import RECIPE
-from stoker.recipes.imagenet.sources import open_images
+from stoker.recipes.imagenet.sources import FolderReader, open_images
 from stoker.train.parallel import Ranks
 
 BASE = ("--run.device", "cpu", "--loader.batch_size", "16", "--data.size", "32")
@@ -81,6 +83,46 @@ def test_folders_tars_and_packed_shards_hold_the_same_images(pictures: Path, tmp
     by_name = sorted(range(10), key=lambda label: CLASSES[label])  # numbers in the tars, names in the folders
     for (part, label), contents in folders.items():
         assert tars[part, by_name[label]] == contents
+
+
+def test_a_packed_set_that_is_not_whole_is_refused(pictures: Path, tmp_path: Path) -> None:
+    pack(PackRequest(pictures, tmp_path / "packed"))
+    manifest = (tmp_path / "packed" / "images.json").read_text()
+    for content, words in (
+        ("{", "cannot be read"),
+        ("[]", "cannot be read"),
+        (manifest.replace('"version": 1', '"version": 7'), "format 7"),
+    ):
+        (tmp_path / "packed" / "images.json").write_text(content)
+        with pytest.raises(UserError, match=words):
+            open_images(tmp_path / "packed")
+    (tmp_path / "packed" / "images.json").write_text(manifest)
+    next((tmp_path / "packed").glob("val-*.bin")).unlink()
+    with pytest.raises(UserError, match="lacks shards of its images: val-"):
+        open_images(tmp_path / "packed")
+
+
+def test_a_file_that_cannot_be_read_stops_a_pack(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: FolderReader, row: int) -> bytes:
+        raise OSError("the network is gone")
+
+    monkeypatch.setattr(FolderReader, "read", fails)
+    with pytest.raises(MachineError, match=r"jpg cannot be read: the network is gone"):
+        pack(PackRequest(pictures, tmp_path / "packed"))
+    monkeypatch.undo()
+    assert pack(PackRequest(pictures, tmp_path / "packed"))["samples"] == 360
+
+
+def test_an_export_is_checked_on_the_images_of_any_layout(pictures: Path, tmp_path: Path) -> None:
+    pack(PackRequest(pictures, tmp_path / "packed"))
+    contents = []
+    for path in (pictures, tmp_path / "packed"):
+        run = resolve_target("imagenet", ["--data.path", str(path), *BASE]).config
+        contents.append(sorted(content for _, content in _own_samples(SimpleNamespace(config=run))))  # type: ignore[arg-type]
+    assert contents[0] == contents[1]
+    assert len(contents[0]) == 16
 
 
 def test_a_pack_that_was_killed_goes_on_and_never_mixes(

@@ -52,7 +52,7 @@ class Stepper:
 
     def compute(self, step: OnDevice[Any], stop_asked: bool = False) -> StepResult:
         """Gradients of the whole step, summed over micro-batches and ranks; nothing is updated yet."""
-        before = flat(self._statistics)
+        before = _flat(self._statistics)
         # None rather than zeros: the first micro-batch then writes its gradients instead of adding them.
         for parameter in self.parameters:
             parameter.grad = None
@@ -116,11 +116,11 @@ class Stepper:
     def _restore(self, before: Tensor, bad: Tensor) -> None:
         """Few calls for all buffers: a model has hundreds, and a call each would keep the host busier than the device."""
         if self._statistics:
-            kept = torch.where(bad > 0, before, flat(self._statistics))
+            kept = torch.where(bad > 0, before, _flat(self._statistics))
             parts = torch.split(kept, [buffer.numel() for buffer in self._statistics])
             shaped = [part.view_as(buffer) for part, buffer in zip(parts, self._statistics, strict=True)]
             torch._foreach_copy_(self._statistics, shaped)
 
 
-def flat(tensors: list[Tensor]) -> Tensor:
+def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors]) if tensors else torch.empty(0)

@@ -56,8 +56,7 @@ def decode(content: bytes, min_height: int = 0, min_width: int = 0, *, fast: boo
     """
     if content[:3] == JPEG:
         try:
-            pixels: Pixels = _decode_jpeg(content, min_height, min_width, fast=fast)
-            return pixels
+            return _decode_jpeg(content, min_height, min_width, fast=fast)
         except (ValueError, KeyError):
             pass
         if (damaged := _decode_damaged(content, min_height, min_width, fast=fast)) is not None:
@@ -160,9 +159,8 @@ def _decode_slowly(content: bytes) -> Pixels:
             ImageFile.LOAD_TRUNCATED_IMAGES = True
             with Image.open(io.BytesIO(content)) as image:
                 image.load()
-                if (
-                    content[:3] == JPEG and not np.asarray(image).any()
-                ):  # Pillow keeps silent about what it cannot decode
+                # Pillow keeps silent about a JPEG that it cannot decode.
+                if content[:3] == JPEG and not np.asarray(image).any():
                     raise Broken("no row of it can be decoded")
                 if image.mode in ("I;16", "I;16B", "I;16L", "I"):
                     grey = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)

@@ -23,12 +23,12 @@ from stoker.data.order import ExactOrder
 from stoker.data.pack import only_one
 from stoker.data.ragged import Array, Indices
 from stoker.data.samples import SampleTable, new_table
-from stoker.errors import UserError
+from stoker.errors import MachineError, UserError
 from stoker.files import write_bytes, write_json
 from stoker.recipe import PackRequest
 from stoker.recipes.imagenet.data import Chosen, choose_images
 from stoker.recipes.imagenet.decode import JPEG, Broken, decode, size_of
-from stoker.recipes.imagenet.sources import LABELS, MANIFEST, open_images
+from stoker.recipes.imagenet.sources import LABELS, MANIFEST, VERSION, open_images
 
 SHARD_BYTES = 128 << 20  # of the source, in one shard
 QUALITY = 90
@@ -172,6 +172,8 @@ def _write_shard(
         except Broken as error:
             console.say(f"BROKEN IMAGE, left out: {reader.name(row)}: {error}")
             return None
+        except OSError as error:  # not the image's fault: a pack without it would look whole
+            raise MachineError(f"{reader.name(row)} cannot be read: {error}. Run the same command to go on.") from error
 
     rows, counts, crcs, contents = [], [], [], []
     for row, content in zip(shard.rows.tolist(), pool.map(encoded, shard.rows.tolist()), strict=True):
@@ -229,7 +231,7 @@ def _complete(out: Path, chosen: Chosen, shards: list[_Shard], plan: dict[str, A
     fingerprint = f"packed {zlib.crc32(np.concatenate([index['crc'] for index in indices]).tobytes()):08x} {len(rows)}"
     with new_table(out / "samples", len(rows), LABELS, [shard.name for shard in shards], fingerprint) as writer:
         writer.append(columns)
-    write_json(out / MANIFEST, {"version": 1, "classes": list(chosen.classes.names), "plan": plan})
+    write_json(out / MANIFEST, {"version": VERSION, "classes": list(chosen.classes.names), "plan": plan})
     for name in (PLAN, "lock"):
         (out / name).unlink(missing_ok=True)
 

@@ -4,7 +4,7 @@ import csv
 import io
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from stoker import console
-from stoker.errors import UserError
+from stoker.errors import MachineError, UserError
 from stoker.files import write_bytes
 from stoker.recipe import Trained
 from stoker.recipes.imagenet.batch import HostImages
 from stoker.recipes.imagenet.crops import centre_crop
-from stoker.recipes.imagenet.data import ImageNetData
+from stoker.recipes.imagenet.data import ImageNetData, choose
 from stoker.recipes.imagenet.decode import Broken, decode_part, size_of
 from stoker.recipes.imagenet.sources import ENDINGS
 from stoker.train.evaluate import inference
@@ -45,16 +45,16 @@ def predict(model: Trained, out: Path | None) -> Mapping[str, Any]:
     with console.progress("predict", len(paths), "images") as bar, inference(model.task.model):
         for first in range(0, len(paths), BATCH):
             part = paths[first : first + BATCH]
-            images, kept = load(part, model.config.data, broken)
+            images, kept = load(map(_read, part), model.config.data, broken)
             if kept:
                 with autocast(model.precision, model.device):
                     chances = model.task.model(images.to(model.device)).float().softmax(1)
                 values, labels = (tensor.cpu().tolist() for tensor in chances.topk(best, dim=1))
-                for path, chance, label in zip(kept, values, labels, strict=True):
+                for name, chance, label in zip(kept, values, labels, strict=True):
                     answers = [
                         word for pair in zip(label, chance, strict=True) for word in (names[pair[0]], f"{pair[1]:.4f}")
                     ]
-                    rows.append([str(path), *answers])
+                    rows.append([name, *answers])
             bar.advance(len(part))
     rate = len(paths) / (time.perf_counter() - begin)
     result: dict[str, Any] = {"images": len(rows), "broken": len(broken), "images_per_s": round(rate, 1)}
@@ -84,19 +84,25 @@ def find_images(source: Path) -> list[Path]:
     return sorted(found)
 
 
-def load(paths: list[Path], config: ImageNetData, broken: list[str]) -> tuple[Tensor, list[Path]]:
+def _read(path: Path) -> tuple[str, bytes]:
+    try:
+        return str(path), path.read_bytes()
+    except OSError as error:
+        raise MachineError(f"{path} cannot be read: {error}.") from error
+
+
+def load(files: Iterable[tuple[str, bytes]], config: ImageNetData, broken: list[str]) -> tuple[Tensor, list[str]]:
     """Images as validation sees them; those that cannot be decoded are named and left out."""
     size = config.validation_size or config.size
     parts, kept = [], []
-    for path in paths:
+    for name, content in files:
         try:
-            content = path.read_bytes()
             height, width = size_of(content)
             parts.append(decode_part(content, centre_crop(height, width, config.validation_crop), height, width, size))
-            kept.append(path)
+            kept.append(name)
         except Broken as error:
-            broken.append(str(path))
-            console.say(f"BROKEN IMAGE, left out: {path}: {error}")
+            broken.append(name)
+            console.say(f"BROKEN IMAGE, left out: {name}: {error}")
     lengths = [part.size for part in parts]
     flat = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0, np.uint8)
     host = HostImages(
@@ -125,10 +131,10 @@ def export(model: Trained, out: Path, samples: Path | None) -> Mapping[str, Any]
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise UserError("An export needs onnx and onnxruntime: pip install 'stoker[export]'.") from error
-    source = samples or _own_samples(model)
-    images, kept = load(find_images(source)[:CHECKED], model.config.data, [])
+    files = map(_read, find_images(samples)[:CHECKED]) if samples else _own_samples(model)
+    images, kept = load(files, model.config.data, [])
     if not kept:
-        raise UserError(f"None of the images in {source} can be decoded; the export could not be checked.")
+        raise UserError("None of the images to check with can be decoded. Name others: --data DIR.")
     network = model.task.model.cpu().float().eval()
     partial = out.with_name(f".{out.name}.partial")
     try:
@@ -156,6 +162,9 @@ def export(model: Trained, out: Path, samples: Path | None) -> Mapping[str, Any]
                 f"The exported model does not give PyTorch's answers: logits differ by up to {largest:.2g}."
             )
         partial.rename(out)
+    except torch.onnx.OnnxExporterError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"PyTorch cannot write {model.config.model.name} as ONNX: {reason}") from error
     finally:
         partial.unlink(missing_ok=True)
     size = model.config.data.validation_size or model.config.data.size
@@ -167,9 +176,8 @@ def export(model: Trained, out: Path, samples: Path | None) -> Mapping[str, Any]
     }
 
 
-def _own_samples(model: Trained) -> Path:
-    from stoker.recipes.imagenet.data import data_root
-
-    root = data_root(model.config)
-    folder = next((root / name for name in ("val", "validation", "test", "train") if (root / name).is_dir()), root)
-    return folder
+def _own_samples(model: Trained) -> Iterator[tuple[str, bytes]]:
+    """Some validation images of the run, in whatever layout they lie."""
+    chosen = choose(model.config)
+    for row in chosen.validation[:CHECKED].tolist():
+        yield chosen.images.reader.name(row), chosen.images.reader.read(row)

@@ -26,6 +26,7 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 TRAINING, VALIDATION = ("train", "training"), ("val", "validation", "valid", "test")
 LABELS = {"label": np.int32, "part": np.int8}  # part 0: training, 1: validation
 MANIFEST = "images.json"  # of a packed set
+VERSION = 1
 
 
 class Reader(Protocol):
@@ -171,11 +172,23 @@ def _split_key(name: str) -> tuple[str, str]:
 
 
 def _open_packed(root: Path) -> Images:
-    manifest = json.loads((root / MANIFEST).read_text())
+    try:
+        manifest = json.loads((root / MANIFEST).read_text())
+        version, classes = manifest["version"], ClassMap(tuple(manifest["classes"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{root / MANIFEST} cannot be read ({type(error).__name__}: {error}). Pack the images again."
+        ) from error
+    if version != VERSION:
+        raise UserError(
+            f"{root} was packed in format {version}, and this version reads format {VERSION}: pack it again."
+        )
     table = open_table(root / "samples")
     if table is None:
         raise UserError(f"{root} has no sample table; the packed set is not whole. Pack it again.")
-    classes = ClassMap(tuple(manifest["classes"]))
+    missing = [shard for shard in table.shards if not (root / shard).is_file()]
+    if missing:
+        raise UserError(f"{root} lacks shards of its images: {listed(missing)}. Copy them there, or pack it again.")
     return Images(table, RangeReader(root, table), classes, bool(np.any(table.columns["part"] == 1)))
 
 
