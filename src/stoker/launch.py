@@ -247,6 +247,8 @@ def pack_data(recipe_name: str, request: PackRequest) -> Mapping[str, Any]:
     recipe, _ = _find_recipe(recipe_name)
     if request.shuffled is not None and request.shuffled < 0:
         raise UserError(f"--shuffled is {request.shuffled}; a seed is 0 or more.")
+    if request.threads is not None and request.threads < 1:
+        raise UserError(f"--threads is {request.threads}; at least one is needed.")
     rank, num_ranks = pack.ranks_from_environment()
     request = replace(request, rank=rank, num_ranks=num_ranks)
     if recipe.pack is not None:

@@ -206,6 +206,7 @@ def test_mistakes_are_named(stoker: Stoker) -> None:
         (("train", "imagenet", "--data.path", "absent"), "does not exist"),
         (("pack", "icecube", "absent", "out", "--short-side", "64"), "is for images"),
         (("pack", "imagenet", "absent", "out", "--keep", "--short-side", "64"), "Use one or the other"),
+        (("pack", "imagenet", "absent", "out", "--threads", "0"), "at least one is needed"),
         (("predict", "absent"), "absent"),
     ):
         process = stoker.start(*words)

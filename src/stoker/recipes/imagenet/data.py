@@ -127,9 +127,8 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         )
     table = chosen.images.table
     if config.check_labels:
-        check_labels(
-            chosen.images.reader, table, chosen.label, chosen.training, chosen.validation, run.loader.num_threads
-        )
+        threads = run.loader.num_threads
+        check_labels(chosen.images, chosen.classes, chosen.label, chosen.training, chosen.validation, threads)
     broken = BrokenImages(chosen.images.reader, config.broken)
     processes = config.processes
     if processes is None:

@@ -28,7 +28,7 @@ from stoker.files import write_bytes, write_json
 from stoker.recipe import PackRequest
 from stoker.recipes.imagenet.data import Chosen, choose_images
 from stoker.recipes.imagenet.decode import JPEG, Broken, decode, size_of
-from stoker.recipes.imagenet.sources import LABELS, MANIFEST, VERSION, open_images
+from stoker.recipes.imagenet.sources import LABELS, MANIFEST, VERSION, open_images, read_manifest
 
 SHARD_BYTES = 128 << 20  # of the source, in one shard
 QUALITY = 90
@@ -56,7 +56,7 @@ def pack(request: PackRequest) -> Mapping[str, Any]:
     shards = _shards(chosen, request.shuffled)
     plan = _plan(request, chosen)
     if (request.out / MANIFEST).is_file():
-        if json.loads((request.out / MANIFEST).read_text()).get("plan") != plan:
+        if read_manifest(request.out)["plan"] != plan:
             raise UserError(f"{request.out} holds another packed set (source, size, quality, order or subset differ).")
     else:
         _claim(request.out, plan)

@@ -13,11 +13,10 @@ import numpy.typing as npt
 
 from stoker import console
 from stoker.data.ragged import Indices
-from stoker.data.samples import SampleTable
 from stoker.errors import UserError
-from stoker.recipes.imagenet.classes import listed
+from stoker.recipes.imagenet.classes import ClassMap, listed
 from stoker.recipes.imagenet.decode import Broken, decode
-from stoker.recipes.imagenet.sources import Reader
+from stoker.recipes.imagenet.sources import Images, Reader
 
 MOST_IMAGES = 6000  # of each of the three groups
 SIDE = 8  # pixels of a thumbnail
@@ -27,19 +26,24 @@ Floats = npt.NDArray[np.float64]
 
 
 def check_labels(
-    reader: Reader, table: SampleTable, label: Indices, training: Indices, validation: Indices, threads: int
+    images: Images, classes: ClassMap, label: Indices, training: Indices, validation: Indices, threads: int
 ) -> None:
     """Refuses validation labels that a classifier of the training images cannot make sense of."""
-    labels = label[np.asarray(table.columns["label"])]
-    num_classes = int(labels.max()) + 1
+    labels, num_classes = label[np.asarray(images.table.columns["label"])], len(classes)
     learn, judge = _two_groups(labels, training, num_classes)
     other = _some(labels, validation, num_classes)
     if min(len(learn), len(judge), len(other)) < 5 * num_classes and len(learn) < 200:
-        return  # too few to say anything
-    with ThreadPoolExecutor(threads, "probe") as pool:
-        features = [
-            np.stack(list(pool.map(lambda row: _thumbnail(reader, int(row)), rows))) for rows in (learn, judge, other)
-        ]
+        console.say("labels: too few images to see whether those of training and validation mean the same")
+        return
+    groups, features = (learn, judge, other), []
+    total = sum(map(len, groups))
+    with ThreadPoolExecutor(threads, "probe") as pool, console.progress("check labels", total, "images") as bar:
+        for rows in groups:
+            found = []
+            for values in pool.map(lambda row: _thumbnail(images.reader, row), rows.tolist()):
+                found.append(values)
+                bar.advance()
+            features.append(np.stack(found))
     weights = _fit(features[0], labels[learn], num_classes)
     known, unknown = (_guess(one, weights) for one in features[1:])
     held, seen = float(np.mean(known == labels[judge])), float(np.mean(unknown == labels[other]))
@@ -52,7 +56,7 @@ def check_labels(
         raise UserError(
             f"The labels of the validation images do not seem to mean what those of the training images mean: a quick "
             f"classifier is right on {held:.1%} of other training images and on {seen:.1%} of the validation images "
-            f"(chance is {chance:.1%}). {_most_confused(unknown, labels[other], num_classes)}Are validation images in the "
+            f"(chance is {chance:.1%}). {_most_confused(unknown, labels[other], classes)}Are validation images in the "
             f"wrong folders, or numbered in another order? --data.check_labels false trains all the same."
         )
     console.say(
@@ -107,13 +111,11 @@ def _guess(features: Floats, model: tuple[Floats, Floats, Floats]) -> Indices:
     return np.asarray((inputs @ weights).argmax(1))
 
 
-def _most_confused(guessed: Indices, labels: Indices, num_classes: int) -> str:
+def _most_confused(guessed: Indices, labels: Indices, classes: ClassMap) -> str:
     """Validation classes that look like another class of training more than like their own."""
-    table = np.zeros((num_classes, num_classes))
+    table = np.zeros((len(classes), len(classes)))
     np.add.at(table, (labels, guessed), 1)
     looks = table.argmax(1)
     moved = [(int(true), int(like)) for true, like in enumerate(looks) if like != true and table[true, like] > 0]
-    if not moved:
-        return ""
-    pairs = listed([f"{true} looks like {like}" for true, like in moved])
-    return f"By class number: {pairs}. "
+    pairs = listed([f"{classes.names[true]} looks like {classes.names[like]}" for true, like in moved])
+    return f"By their folders: {pairs}. " if moved else ""

@@ -11,7 +11,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -171,18 +171,25 @@ def _split_key(name: str) -> tuple[str, str]:
     return f"{folder}{slash}{stem}", ending
 
 
-def _open_packed(root: Path) -> Images:
+def read_manifest(root: Path) -> dict[str, Any]:
+    """Of a packed set: format, classes, and what was asked of `stoker pack`."""
     try:
         manifest = json.loads((root / MANIFEST).read_text())
-        version, classes = manifest["version"], ClassMap(tuple(manifest["classes"]))
+        version, _, _ = (manifest[name] for name in ("version", "classes", "plan"))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{root / MANIFEST} cannot be read ({type(error).__name__}: {error}). Pack the images again."
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{root / MANIFEST} cannot be read ({reason}). Pack the images again.") from error
     if version != VERSION:
         raise UserError(
             f"{root} was packed in format {version}, and this version reads format {VERSION}: pack it again."
         )
+    found: dict[str, Any] = manifest
+    return found
+
+
+def _open_packed(root: Path) -> Images:
+    manifest = read_manifest(root)
+    classes = ClassMap(tuple(manifest["classes"]))
     table = open_table(root / "samples")
     if table is None:
         raise UserError(f"{root} has no sample table; the packed set is not whole. Pack it again.")
