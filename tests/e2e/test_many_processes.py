@@ -98,8 +98,9 @@ def kill_machine(machine: list[str]) -> None:
 def may_make_namespaces() -> bool:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
-    probe = subprocess.run(["ip", "netns", "add", "stkprobe"], capture_output=True)
-    subprocess.run(["ip", "netns", "del", "stkprobe"], capture_output=True)
+    name = f"stk{os.getpid()}"  # of its own: workers of pytest ask at the same time
+    probe = subprocess.run(["ip", "netns", "add", name], capture_output=True)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
     return probe.returncode == 0
 
 
