@@ -25,7 +25,8 @@ from stoker.data.device import feed
 from stoker.data.loader import Loaded
 from stoker.data.plan import Position
 from stoker.data.stages import StageTimes
-from stoker.launch import Parts, build_parts, resolve_target
+from stoker.launch.build import Parts, build_parts
+from stoker.launch.targets import resolve_target
 from stoker.recipe import RunConfig
 from stoker.recipes.icecube import events
 from stoker.recipes.icecube.batch import unit_vectors

@@ -22,7 +22,7 @@ from stoker import console
 from stoker.data.loader import Loaded
 from stoker.data.plan import MicroBatch, Plan, Position
 from stoker.data.stages import StageTimes
-from stoker.launch import resolve_target
+from stoker.launch.targets import resolve_target
 from stoker.recipes.icecube.attention import Segments, repeat, segment_mean
 from stoker.recipes.icecube.batch import EventBatch
 from stoker.recipes.icecube.data import open_data

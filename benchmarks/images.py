@@ -26,7 +26,8 @@ from stoker import console
 from stoker.data.device import feed
 from stoker.data.plan import Position
 from stoker.data.samples import new_table, open_table
-from stoker.launch import Parts, build_parts, resolve_target
+from stoker.launch.build import Parts, build_parts
+from stoker.launch.targets import resolve_target
 from stoker.recipe import PackRequest
 from stoker.recipes.imagenet import crops, decode
 from stoker.recipes.imagenet.chance import uniforms

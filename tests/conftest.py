@@ -18,9 +18,10 @@ from stoker.recipes.icecube.simulate import simulate
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test reads or leaves anything in the cache of the person who runs it."""
+    """No test reads or leaves anything in the cache or the records of the person who runs it."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("STOKER_CACHE", str(folder))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return folder
 
 

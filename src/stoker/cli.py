@@ -7,6 +7,7 @@ makes the call. Words like `--train.lr 1e-4` are taken out first and handed to `
 import errno
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import tyro
 from tyro.conf import FlagCreatePairsOff, Positional
 
 from stoker import console
-from stoker.errors import MachineError, UserError
+from stoker.errors import MachineError, Stopped, UserError
 
 Flag = FlagCreatePairsOff[bool]
 SUMMARY = "Trains PyTorch models on sharded data at the speed of the hardware, and says why when it does not."
@@ -87,7 +88,7 @@ class Pack:
             raise UserError(
                 "--keep packs the original bytes; --short-side and --quality shrink them. Use one or the other."
             )
-        from stoker import launch
+        from stoker.launch import commands
         from stoker.recipe import PackRequest
 
         names = (
@@ -101,7 +102,7 @@ class Pack:
             "max_classes",
             "max_per_class",
         )
-        result = launch.pack_data(self.recipe, PackRequest(**{name: getattr(self, name) for name in names}))
+        result = commands.pack_data(self.recipe, PackRequest(**{name: getattr(self, name) for name in names}))
         text = "\n".join(
             f"{key.replace('_', ' ')}: {value:,}" if isinstance(value, int) else f"{key}: {value}"
             for key, value in result.items()
@@ -117,16 +118,17 @@ class Train:
     target: Positional[str]  # recipe, recipe:preset, file.yaml, or module:attribute
     init_from: Path | None = None  # a checkpoint whose weights to begin with; everything else begins anew
     allow_partial: Flag = False  # with --init-from: take the weights that fit, and list the others
-    gpus: int | None = None  # processes to start on this machine, one a GPU, through torchrun
+    gpus: int | None = None  # processes to start on this machine, one a GPU
+    trust: Flag = False  # run the code of a recipe that a file names
     json: Flag = False  # print the result as JSON
 
     def run(self, overrides: list[str]) -> int:
-        if self.gpus is not None:
-            return _under_torchrun(self.gpus)
-        from stoker import launch
+        from stoker.launch import commands, targets
 
-        target = launch.resolve_target(self.target, overrides)
-        outcome = launch.start(target, init_from=self.init_from, allow_partial=self.allow_partial)
+        target = targets.resolve_target(self.target, overrides, trusted=self.trust)
+        if self.gpus is not None:
+            return _in_processes(self.gpus, target.config.run.device)
+        outcome = commands.start(target, init_from=self.init_from, allow_partial=self.allow_partial)
         return _show_outcome(outcome, as_json=self.json)
 
 
@@ -135,12 +137,16 @@ class Resume:
     """Go on with a run from its last checkpoint, bit for bit. A changed key must be named: --group.key VALUE."""
 
     path: Positional[Path]  # a run folder
+    gpus: int | None = None  # processes to start on this machine, one a GPU
+    trust: Flag = False  # run the code of a recipe that a file names
     json: Flag = False  # print the result as JSON
 
     def run(self, overrides: list[str]) -> int:
-        from stoker import launch
+        from stoker.launch import commands
 
-        return _show_outcome(launch.resume(self.path, overrides), as_json=self.json)
+        if self.gpus is not None:
+            return _in_processes(self.gpus, commands.target_of(self.path, overrides, trusted=self.trust).config.run.device)
+        return _show_outcome(commands.resume(self.path, overrides, trusted=self.trust), as_json=self.json)
 
 
 @dataclass(frozen=True)
@@ -149,12 +155,17 @@ class Fork:
 
     path: Positional[Path]  # a run folder
     checkpoint: str = "last"  # best, last, or the path of a checkpoint
+    gpus: int | None = None  # processes to start on this machine, one a GPU
+    trust: Flag = False  # run the code of a recipe that a file names
     json: Flag = False  # print the result as JSON
 
     def run(self, overrides: list[str]) -> int:
-        from stoker import launch
+        from stoker.launch import commands
 
-        return _show_outcome(launch.fork(self.path, overrides, self.checkpoint), as_json=self.json)
+        if self.gpus is not None:
+            return _in_processes(self.gpus, commands.target_of(self.path, overrides, trusted=self.trust).config.run.device)
+        outcome = commands.fork(self.path, overrides, self.checkpoint, trusted=self.trust)
+        return _show_outcome(outcome, as_json=self.json)
 
 
 @dataclass(frozen=True)
@@ -164,12 +175,13 @@ class Evaluate:
     path: Positional[Path]  # a run folder
     checkpoint: str = "best"  # best, last, or the path of a checkpoint
     weights: Literal["auto", "raw", "ema"] = "auto"  # auto takes averaged weights where there are any
+    trust: Flag = False  # run the code of a recipe that a file names
     json: Flag = False  # print the result as JSON
 
     def run(self, overrides: list[str]) -> int:
-        from stoker import launch
+        from stoker.launch import commands
 
-        outcome = launch.evaluate_run(self.path, self.checkpoint, self.weights, overrides)
+        outcome = commands.evaluate_run(self.path, self.checkpoint, self.weights, overrides, trusted=self.trust)
         return _show_outcome(outcome, as_json=self.json)
 
 
@@ -183,15 +195,18 @@ class Predict:
     out: Path | None = None  # file to make; its ending chooses the format
     checkpoint: str = "best"  # best, last, or the path of a checkpoint
     weights: Literal["auto", "raw", "ema"] = "auto"  # auto takes averaged weights where there are any
+    trust: Flag = False  # run the code of a recipe that a file names
     json: Flag = False  # print the result as JSON
 
     def run(self, overrides: list[str]) -> int:
-        from stoker import launch
+        from stoker.launch import commands
 
         if self.inputs is not None and self.data is not None:
             raise UserError(f"What to predict was given twice: {self.inputs} and --data {self.data}.")
         source = self.inputs or self.data
-        result = launch.predict(self.path, source, self.out, self.checkpoint, self.weights, overrides)
+        result = commands.predict(
+            self.path, source, self.out, self.checkpoint, self.weights, overrides, trusted=self.trust
+        )
         if int(os.environ.get("RANK", 0)) == 0:
             text = "\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in result.items())
             _print_result(result, text, as_json=self.json)
@@ -207,13 +222,14 @@ class Export:
     data: Path | None = None  # samples to check with: an image or a folder; default: the run's validation samples
     checkpoint: str = "best"  # best, last, or the path of a checkpoint
     weights: Literal["auto", "raw", "ema"] = "auto"  # auto takes averaged weights where there are any
+    trust: Flag = False  # run the code of a recipe that a file names
     json: Flag = False  # print the result as JSON
 
     def run(self, overrides: list[str]) -> int:
         _no_overrides("export", overrides)
-        from stoker import launch
+        from stoker.launch import commands
 
-        result = launch.export(self.path, self.out, self.data, self.checkpoint, self.weights)
+        result = commands.export(self.path, self.out, self.data, self.checkpoint, self.weights, trusted=self.trust)
         text = "\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in result.items())
         _print_result(result, text, as_json=self.json)
         return 0
@@ -246,13 +262,15 @@ class Config:
     """Print the resolved configuration of a target, with the origin of every value."""
 
     target: Positional[str]  # recipe, recipe:preset, file.yaml, or module:attribute
+    trust: Flag = False  # run the code of a recipe that a file names
     json: Flag = False  # print keys, values and origins as JSON
 
     def run(self, overrides: list[str]) -> int:
-        from stoker import launch, settings
+        from stoker import settings
+        from stoker.launch import targets
 
-        found = launch.resolve_target(self.target, overrides)
-        values = {key: str(value) if isinstance(value, Path) else value for key, value in settings.leaves(found.config)}
+        found = targets.resolve_target(self.target, overrides, trusted=self.trust)
+        values = settings.kept_values(found.config)
         listing = {key: {"value": value, "origin": found.origins[key]} for key, value in values.items()}
         notes = "".join(f"# {note}\n" for note in found.notes)
         _print_result(listing, notes + settings.as_yaml(found.config, found.origins).rstrip(), as_json=self.json)
@@ -274,13 +292,27 @@ COMMANDS: dict[str, Any] = {
 
 
 def main() -> None:
-    code = run(sys.argv[1:])
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if under_launcher := "STOKER_OUTCOME" in os.environ:
+        _end_with_parent()
+    try:
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    if under_launcher or "TORCHELASTIC_RUN_ID" in os.environ:
         # Taking gloo's connections down at exit now and then aborts a rank whose work is done (seen with torch 2.15).
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _end_with_parent() -> None:
+    """Asked to stop when the launcher dies, whatever it dies of: nobody trains as an orphan."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def run(words: list[str]) -> int:
@@ -292,16 +324,37 @@ def run(words: list[str]) -> int:
         )
         return command.run(overrides)
     except (UserError, MachineError) as error:
-        console.say(f"stoker: {error}")
-        return error.exit_code
-    except KeyboardInterrupt:
-        console.say("stoker: interrupted.")
-        return 1
+        return _ended(error, str(error), error.exit_code)
+    except KeyboardInterrupt as error:
+        return _ended(error, "interrupted.", 1)
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _ended(error, f"the disk is full ({error}). Make room and run it again.", 1)
+        if error.filename is None:
             raise
-        console.say(f"stoker: the disk is full ({error}). Nothing half-written was kept; make room and run it again.")
-        return 1
+        # The machine said no: a place that is read only, a folder where a file should be, a disk that is gone.
+        return _ended(error, f"{error.filename}: {error.strerror}.", 1)
+
+
+def _ended(error: BaseException, text: str, code: int) -> int:
+    """Says why, once: of several processes the first that ends speaks, and the others only lost it."""
+    ranked = "RANK" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
+    if not ranked:
+        console.say(f"stoker: {text}")
+        return code
+    from stoker.train.launcher import OUTCOME, say_outcome
+    from stoker.train.parallel import LostRank
+
+    lost = isinstance(error, LostRank)
+    if not lost and say_outcome(code):
+        console.say(f"stoker: {text}")
+    if not isinstance(error, Stopped):
+        return code
+    # An exit code of 1 would make torchrun start all of them again, as long as it may.
+    left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) - int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return 0 if OUTCOME in os.environ or left > 0 else code
 
 
 def _no_overrides(command: str, overrides: list[str]) -> None:
@@ -325,33 +378,29 @@ def _split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
     return own, overrides
 
 
-def _under_torchrun(num_processes: int) -> int:
-    """The same words once more, under PyTorch's own launcher; an id of our own lets a restarted run find its folder."""
-    import subprocess
-    import time
+def _in_processes(count: int, device: str) -> int:
+    from stoker.train import launcher
 
-    if num_processes < 1:
-        raise UserError(f"--gpus is {num_processes}; it must be at least 1.")
-    words = list(sys.argv[1:])
+    launcher.check_gpus(count, device)
+    return launcher.run_processes(_without_gpus(sys.argv[1:]), count)
+
+
+def _without_gpus(words: list[str]) -> list[str]:
+    """The words that each of the processes is started with."""
     at = next(number for number, word in enumerate(words) if word.partition("=")[0] == "--gpus")
-    del words[at : at + (1 if "=" in words[at] else 2)]
-    job = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
-    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={job}", "--max-restarts=3"]
-    # With a shared store, processes that torchrun restarts would find the addresses of those before them (torch 2.15).
-    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **os.environ}
-    return subprocess.run([*torchrun, *rendezvous, "-m", "stoker", *words], env=environment).returncode
+    return words[:at] + words[at + (1 if "=" in words[at] else 2) :]
 
 
 def _show_outcome(outcome: Any, *, as_json: bool) -> int:
     if int(os.environ.get("RANK", 0)) > 0:
         return 0  # the first process speaks for all
     rate = outcome.samples_per_s
-    lines = [console.table(outcome.recipe.result_table(outcome.metrics))] if outcome.metrics else []
+    lines = [console.table(outcome.table())] if outcome.metrics else []
     lines += [f"{name}: {value}" for name, value in outcome.summary]
     lines += [f"samples/s: {rate:,.0f}"] if rate else []
+    lines += [f"{name}: {value}" for name, value in outcome.about.items() if name != "run"]
     lines += [f"run folder: {outcome.run.path}"]
-    result = {"run": str(outcome.run.path), "samples_per_s": rate, "metrics": outcome.metrics}
+    result = {"run": str(outcome.run.path), "samples_per_s": rate, "metrics": outcome.metrics, **outcome.about}
     _print_result(result, "\n".join(lines), as_json=as_json)
     return 0
 
@@ -370,4 +419,6 @@ def _figure(value: float) -> str:
 
 
 def _print_result(value: Any, text: str, *, as_json: bool) -> None:
-    print(json.dumps(value, indent=2) if as_json else text)
+    from stoker.runs.events import in_words
+
+    print(json.dumps(in_words(value), indent=2) if as_json else text)

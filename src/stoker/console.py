@@ -25,12 +25,23 @@ class Progress(Protocol):
 
 _copies: list[Path] = []
 _quiet = False
+_work_done = 0
 
 
 def be_quiet(quiet: bool = True) -> None:
     """Of several processes only the first speaks."""
     global _quiet
     _quiet = quiet
+
+
+def work_done() -> int:
+    """All that any bar has advanced in this process: a number that rises as long as work gets done."""
+    return _work_done
+
+
+def _count(amount: int) -> None:
+    global _work_done
+    _work_done += amount
 
 
 def say(text: str) -> None:
@@ -118,6 +129,7 @@ class _Bar:
         self._bar, self._task = bar, task
 
     def advance(self, amount: int = 1) -> None:
+        _count(amount)
         self._bar.advance(self._task, amount)
 
 
@@ -128,6 +140,7 @@ class _Lines:
         self._last = self._begin
 
     def advance(self, amount: int = 1) -> None:
+        _count(amount)
         self._done += amount
         now = time.monotonic()
         if now - self._last >= LINE_EVERY_S:

@@ -15,3 +15,7 @@ class MachineError(Exception):
     """The input is right and the work still failed: a full disk, a read that never returned."""
 
     exit_code = 1
+
+
+class Stopped(MachineError):
+    """A run that was asked to stop, and saved itself first."""

@@ -1,5 +1,6 @@
 """Files and folders that are either complete or absent: written under a temporary name, renamed at the end."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from stoker import console
 from stoker.errors import UserError
 
 
@@ -49,6 +51,26 @@ def write_bytes(path: Path, content: bytes) -> None:
     finally:
         partial.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def check_regular(path: Path) -> None:
+    """Refuses what is there and no plain file: a pipe would be waited for, and a device may never end."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is {'a folder' if path.is_dir() else 'no plain file'}, and a file is needed there.")
+
+
+@contextmanager
+def only_one(lock: Path, waiting: str | None = None) -> Iterator[None]:
+    """One process at a time inside the block; the lock dies with its process. `waiting` is said to those who wait."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waiting is not None:
+                console.say(waiting)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -90,6 +90,8 @@ class Trained:
     device: torch.device
     precision: str
     ranks: Ranks
+    averaged: bool = False  # its weights are those of train.ema
+    about: Mapping[str, str] = field(default_factory=dict)  # run, checkpoint, weights, data, fingerprint: for reports
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ class Recipe:
     build_task: Callable[[RunConfig], Task]
     # (data set, seed of a random order, threads) -> what to pack; None where `pack` does it
     packing: Callable[[Path, int | None, int], Packing] | None
-    result_table: Callable[[Mapping[str, float]], list[tuple[str, ...]]]  # heading, then rows, for people
+    # Metrics of each model that was judged, by its name, to a heading and rows for people.
+    result_table: Callable[[Mapping[str, Mapping[str, float]]], list[tuple[str, ...]]]
     # An evaluation in depth, written into a folder: (model, data, loader of the validation samples, folder).
     report: Callable[[Trained, RunData, Loader[Any], Path], Mapping[str, Any]] | None = None
     # Answers for a data set (data.path of the model's configuration), written to a file; returns what to tell.

@@ -9,6 +9,8 @@ import dataclasses
 import difflib
 import io
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cache
@@ -21,8 +23,15 @@ from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.error import YAMLError
 
 from stoker.errors import UserError
+from stoker.files import check_regular
 
 T = TypeVar("T")
+# Last parts of keys whose texts are secrets: they are used and never kept. None of ours is one; a recipe's may be.
+SECRETS = ("token", "secret", "password", "passphrase", "credential", "credentials", "api_key", "access_key",
+           "secret_key", "private_key", "auth")  # fmt: skip
+DEEPEST, MOST_VALUES = 20, 100_000  # levels and values of a configuration file
+NOT_KEPT = "(a secret, not kept)"
+IN_URL = re.compile(r"(?<=://)[^/@\s]+@")  # name and password before a host
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -53,22 +62,65 @@ class Layer:
 def resolve(base: T, layers: list[Layer]) -> tuple[T, dict[str, str]]:
     """Applies the layers in their order; returns the configuration and the origin of each value changed by a layer."""
     origins: dict[str, str] = {}
+    missing: dict[str, str] = {}
     for layer in layers:
-        base = _apply(base, base, layer.values, layer.origin, "", origins)
+        values = _without_secrets(layer, missing)
+        base = _apply(base, base, values, layer.origin, "", origins)
+    for key, origin in missing.items():
+        if key not in origins:
+            raise UserError(f"{key} is a secret and was not kept in {origin}: give it again, --{key} VALUE.")
     return base, origins
+
+
+def _without_secrets(layer: Layer, missing: dict[str, str]) -> dict[str, Any]:
+    """The layer's values but those that were left out when they were saved; these are put into `missing`."""
+
+    def kept(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in values.items():
+            if value == NOT_KEPT:
+                missing[f"{prefix}{name}"] = layer.origin
+            else:
+                found[name] = kept(value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
+        return found
+
+    return kept(layer.values, "")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML 1.2 file whose top is a mapping; `1e-4` is a number there."""
     try:
+        check_regular(path)
         content = _yaml(pure=True).load(path.read_text())
     except FileNotFoundError:
         raise UserError(f"The configuration file {path} does not exist.") from None
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
+    except RecursionError:
+        raise UserError(f"The configuration file {path} is nested far too deeply to be one.") from None
+    except (OSError, ValueError, YAMLError) as error:
         raise UserError(f"The configuration file {path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"The configuration file {path} must hold keys and values, and holds {type(content).__name__}.")
+    _check_plain(content, path)
     return content
+
+
+def _check_plain(content: dict[str, Any], path: Path) -> None:
+    """Keys are words; nothing contains itself, or others over and over, as YAML's references allow."""
+    waiting: list[tuple[Any, int]] = [(content, 0)]
+    for _ in range(MOST_VALUES):
+        if not waiting:
+            return
+        value, depth = waiting.pop()
+        if depth > DEEPEST:
+            break
+        if isinstance(value, dict):
+            for key in value:
+                if not isinstance(key, str):
+                    raise UserError(f"The configuration file {path} has the key {key!r}, which is no word.")
+            waiting += [(item, depth + 1) for item in value.values()]
+        elif isinstance(value, list | tuple | set):
+            waiting += [(item, depth + 1) for item in value]
+    raise UserError(f"The configuration file {path} is nested far too deeply to be one, or refers to itself.")
 
 
 def parse_overrides(words: list[str]) -> dict[str, Any]:
@@ -81,7 +133,7 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
             text = next(rest, "")
             if text == "" or text.startswith("--"):
                 raise UserError(f"--{key} needs a value after it, as in --{key} VALUE.")
-        _put(values, key.split("."), Word(text))
+        _put(values, key, Word(text))
     return values
 
 
@@ -95,6 +147,38 @@ def leaves(configuration: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{field.name}", value
 
 
+def kept_values(configuration: Any) -> dict[str, Any]:
+    """Every dotted key with its value as it may be written down: paths as text, secrets left out."""
+    return {key: _kept(key, value) for key, value in leaves(configuration)}
+
+
+def kept_words(words: list[str]) -> list[str]:
+    """A command as it may be written down."""
+    found: list[str] = []
+    for word in words:
+        name, equals, _ = word.partition("=")
+        before = found[-1] if found else ""
+        if before.startswith("--") and "=" not in before and _is_secret(before):
+            found.append(NOT_KEPT)
+        elif word.startswith("--") and equals and _is_secret(name):
+            found.append(f"{name}={NOT_KEPT}")
+        else:
+            found.append(IN_URL.sub("", word))
+    return found
+
+
+def _is_secret(key: str) -> bool:
+    last = key.lstrip("-").rpartition(".")[2].lower().replace("-", "_")
+    return last in SECRETS or last.endswith(tuple(f"_{word}" for word in SECRETS))
+
+
+def _kept(key: str, value: Any) -> Any:
+    plain = _plain(value)
+    if isinstance(plain, str):
+        return NOT_KEPT if _is_secret(key) else IN_URL.sub("", plain)
+    return plain
+
+
 def difference(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
     """The keys whose values differ, with both values; a key that only one side has shows None on the other."""
     before, after = dict(leaves(old)), dict(leaves(new))
@@ -103,12 +187,13 @@ def difference(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def without_effect(configuration: Any) -> dict[str, str]:
-    """Keys that change nothing beside the others, and why; each group says so of its own (`without_effect`)."""
+    """Keys that change nothing beside the others, and why; each group says so (`without_effect`), of itself by a plain
+    name and of another group by a dotted one."""
     found: dict[str, str] = {}
     for field in dataclasses.fields(configuration):
         group = getattr(configuration, field.name)
         reasons = group.without_effect() if hasattr(group, "without_effect") else {}
-        found |= {f"{field.name}.{name}": why for name, why in reasons.items()}
+        found |= {name if "." in name else f"{field.name}.{name}": why for name, why in reasons.items()}
     return found
 
 
@@ -160,9 +245,11 @@ def _validate(hint: Any, key: str, value: Any, origin: str) -> Any:
     """Strict: a number in quotes is no number. Through JSON, so that a list becomes a tuple and a string a path."""
     if isinstance(value, Word):
         return _validate_word(hint, key, value, origin)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{key} cannot be {value!r} (from {origin}): it must be a finite number.")
     try:
         return _adapter(hint).validate_json(json.dumps(value), strict=True)
-    except (ValidationError, TypeError) as error:
+    except (ValidationError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, ValidationError):
             reasons = "; ".join(dict.fromkeys(problem["msg"] for problem in error.errors()))
         else:
@@ -173,7 +260,7 @@ def _validate(hint: Any, key: str, value: Any, origin: str) -> Any:
 def _validate_word(hint: Any, key: str, word: Word, origin: str) -> Any:
     try:
         value = _yaml(pure=True).load(word)
-    except YAMLError:
+    except (YAMLError, ValueError, RecursionError):
         value = str(word)
     try:
         return _validate(hint, key, value, origin)
@@ -210,10 +297,13 @@ def _known_names(top: Any, prefix: str = "") -> dict[str, str]:
     return known
 
 
-def _put(values: dict[str, Any], path: list[str], value: Any) -> None:
-    for name in path[:-1]:
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for name in parents:
         values = values.setdefault(name, {})
-    values[path[-1]] = value
+        if not isinstance(values, dict):
+            raise UserError(f"--{key} goes into {name}, which was given a single value before.")
+    values[last] = value
 
 
 def _commented(configuration: Any, comments: Mapping[str, str], prefix: str) -> CommentedMap:
@@ -223,7 +313,7 @@ def _commented(configuration: Any, comments: Mapping[str, str], prefix: str) -> 
         if dataclasses.is_dataclass(value):
             mapping[field.name] = _commented(value, comments, f"{key}.")
             continue
-        mapping[field.name] = _plain(value)
+        mapping[field.name] = _kept(key, value)
         if key in comments:
             mapping.yaml_add_eol_comment(comments[key], field.name, column=32)
     return mapping

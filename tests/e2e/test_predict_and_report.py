@@ -91,7 +91,7 @@ def test_predictions_of_a_set_without_targets(stoker: Stoker, run: Path, events_
 
 
 def test_a_prediction_that_was_stopped_goes_on(run: Path, events_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stoker import launch
+    from stoker.launch import commands
 
     monkeypatch.chdir(run.parent)
     monkeypatch.setattr(prediction, "PART_EVENTS", 100)
@@ -107,8 +107,8 @@ def test_a_prediction_that_was_stopped_goes_on(run: Path, events_dir: Path, monk
     monkeypatch.setattr(prediction, "_predict_part", stops_at_three)
     words = (run, events_dir, Path("out.csv"), "last", "auto", ["--run.device", "cpu"])
     with pytest.raises(KeyboardInterrupt):
-        launch.predict(*words)
+        commands.predict(*words)
     assert not Path("out.csv").exists()
     monkeypatch.setattr(prediction, "_predict_part", whole)
-    assert launch.predict(*words)["predicted_now"] == 300
+    assert commands.predict(*words)["predicted_now"] == 300
     assert len(Path("out.csv").read_text().splitlines()) == 601

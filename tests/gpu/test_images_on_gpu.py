@@ -99,7 +99,8 @@ def test_what_a_gpu_cannot_decode_is_left_to_others() -> None:
 
 def test_batches_are_the_same_whoever_decodes(tmp_path: Path) -> None:
     from stoker.data.device import feed
-    from stoker.launch import build_parts, resolve_target
+    from stoker.launch.build import build_parts
+    from stoker.launch.targets import resolve_target
     from stoker.recipes.imagenet.recipe import RECIPE
     from stoker.train.parallel import Ranks
 

@@ -14,7 +14,8 @@ import torch
 
 from stoker.data.plan import MicroBatch, Position, StepPlan
 from stoker.errors import MachineError, UserError
-from stoker.launch import build_parts, resolve_target
+from stoker.launch.build import build_parts
+from stoker.launch.targets import resolve_target
 from stoker.recipe import PackRequest
 from stoker.recipes.imagenet import data
 from stoker.recipes.imagenet.data import ImageNetData, choose_images, size_at

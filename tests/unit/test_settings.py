@@ -128,7 +128,7 @@ def test_a_file_that_is_no_mapping_is_refused_with_its_name(tmp_path: Path, text
     ],
 )
 def test_a_key_that_would_change_nothing_is_refused(target: str, words: str, why: str) -> None:
-    from stoker.launch import resolve_target
+    from stoker.launch.targets import resolve_target
 
     with pytest.raises(UserError, match=why):
         resolve_target(target, words.split())
@@ -136,7 +136,7 @@ def test_a_key_that_would_change_nothing_is_refused(target: str, words: str, why
 
 def test_a_key_of_the_other_choice_is_taken_with_that_choice(tmp_path: Path) -> None:
     """And a file may hold keys without effect: a run writes all of them down."""
-    from stoker.launch import resolve_target
+    from stoker.launch.targets import resolve_target
 
     resolve_target(
         "icecube",
@@ -149,14 +149,15 @@ def test_a_key_of_the_other_choice_is_taken_with_that_choice(tmp_path: Path) -> 
 
 def test_ranks_that_found_different_machines_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads may differ; how a step is cut may not."""
-    from stoker import launch
+    from stoker.launch import checks
+    from stoker.launch.targets import resolve_target
 
-    mine = launch.resolve_target("icecube:seed", []).config
+    mine = resolve_target("icecube:seed", []).config
     for words, fails in ((["--loader.threads", "7"], False), (["--loader.micro_cost", "900000"], True)):
-        other = dict(leaves(launch.resolve_target("icecube:seed", words).config))
-        monkeypatch.setattr(launch.parallel, "gather", lambda value, other=other: [value, other])
+        other = dict(leaves(resolve_target("icecube:seed", words).config))
+        monkeypatch.setattr(checks.parallel, "gather", lambda value, other=other: [value, other])
         if fails:
             with pytest.raises(UserError, match=r"loader.micro_cost is .* here and 900000 elsewhere"):
-                launch._check_same_settings(mine)
+                checks.check_same_settings(mine)
         else:
-            launch._check_same_settings(mine)
+            checks.check_same_settings(mine)

@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+from stoker.settings import kept_words
+
 PACKAGES = ("stoker", "torch", "torchvision", "triton", "numpy", "pyarrow", "safetensors")
 
 
@@ -19,7 +21,7 @@ def describe_environment() -> dict[str, Any]:
         "host": platform.node(),
         "pid": os.getpid(),
         "started": psutil.Process().create_time(),
-        "command": sys.argv,
+        "command": kept_words(sys.argv),
         "python": platform.python_version(),
         "system": platform.platform(),
         "versions": package_versions(),

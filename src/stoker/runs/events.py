@@ -20,11 +20,11 @@ class EventLog:
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         # A process killed inside a write may have left half a line; it must not swallow the next one.
-        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+        if path.is_file() and _ends_torn(path):
             os.write(self._file, b"\n")
 
     def write(self, kind: str, **fields: Any) -> None:
-        event = {"event": kind, "time": round(time.time(), 3)} | {key: _finite(value) for key, value in fields.items()}
+        event = {"event": kind, "time": round(time.time(), 3)} | {key: in_words(value) for key, value in fields.items()}
         os.write(self._file, (json.dumps(event, allow_nan=False) + "\n").encode())
         for listener in self.listeners:
             listener(event)
@@ -41,24 +41,36 @@ class EventLog:
         self.close()
 
 
+def _ends_torn(path: Path) -> bool:
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
 def read_events(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
-    """Events in their order, only of these kinds if any are named; a torn line is passed over."""
-    if not path.exists():
+    """Events in their order, only of these kinds if any are named; what is no event, such as a torn line, is passed over."""
+    if not path.is_file():
         return
-    with path.open() as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 event = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 continue
-            if not kinds or event["event"] in kinds:
+            if (
+                isinstance(event, dict)
+                and isinstance(event.get("event"), str)
+                and (not kinds or event["event"] in kinds)
+            ):
                 yield event
 
 
-def _finite(value: Any) -> Any:
+def in_words(value: Any) -> Any:
     """JSON has no NaN and no infinity; they are kept as words, since they are what someone will look for."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: in_words(item) for key, item in value.items()}
+    return [in_words(item) for item in value] if isinstance(value, list | tuple) else value

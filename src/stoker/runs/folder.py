@@ -2,10 +2,15 @@
 checkpoints/. `list_runs` reads them back for `stoker runs`, without torch.
 """
 
+import fcntl
 import json
+import math
+import os
 import platform
 import re
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +47,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def recipe(self) -> Path:
+        """Where the module of a recipe of one's own lies."""
+        return self.path / "recipe.json"
+
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -56,10 +66,24 @@ class RunSummary:
     age_s: float
 
 
-def create_run(root: Path, recipe: str, name: str | None, config_text: str, fixed: Path | None = None) -> RunFolder:
-    """A new folder, `fixed` or named by the time; a second run in the same second gets a number behind its name."""
+def check_new_run(root: Path, name: str | None) -> None:
+    """Whether a run could be made there: asked before hours of work are spent on its data."""
     if name is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", name):
         raise UserError(f"run.name is {name!r}; use letters, digits, dots, dashes and underscores only.")
+    existing = root.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise UserError(f"run.folder is {root}, and {existing} is a file. Name a folder: --run.folder DIR.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(
+            f"run.folder is {root}, and nothing can be written to {existing}. Name another: --run.folder DIR."
+        )
+
+
+def create_run(root: Path, recipe: str, name: str | None, config_text: str, fixed: Path | None = None) -> RunFolder:
+    """A new folder, `fixed` or named by the time; a second run in the same second gets a number behind its name."""
+    check_new_run(root, name)
     words = [re.sub(r"[^A-Za-z0-9._-]+", "-", recipe), time.strftime("%Y%m%d-%H%M%S"), *([name] if name else [])]
     base = "-".join(words)
     for attempt in range(1, 1000):
@@ -80,6 +104,28 @@ def record_environment(run: RunFolder) -> None:
     write_json(run.environment, describe_environment())
 
 
+@contextmanager
+def locked(run: RunFolder) -> Iterator[None]:
+    """One process at a time trains a run; the lock dies with it, however it ends."""
+    try:
+        file = (run.path / "lock").open("a+")
+    except OSError as error:
+        raise UserError(f"Nothing can be written to the run {run.path} ({error.strerror}).") from error
+    with file:
+        try:
+            # Of the process and not of the open file: processes that it forks do not keep it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            raise UserError(
+                f"{run.path} is being trained by another process ({file.read().strip() or 'unknown'}). Stop that one first."
+            ) from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        yield
+
+
 def open_run(path: Path) -> RunFolder:
     run = RunFolder(path)
     if not path.is_dir():
@@ -93,34 +139,53 @@ def list_runs(root: Path) -> list[RunSummary]:
     """All runs below `root`, the newest first."""
     if not root.is_dir():
         return []
-    folders = [RunFolder(path) for path in root.iterdir() if (path / "config.yaml").is_file()]
-    summaries = [summarise(run) for run in folders]
+    summaries = [summary for path in root.iterdir() if (summary := _summary_of(RunFolder(path))) is not None]
     return sorted(summaries, key=lambda summary: summary.age_s)
 
 
+def _summary_of(run: RunFolder) -> RunSummary | None:
+    """None: it is no run. One that may not be read must not hide the others."""
+    try:
+        return summarise(run) if run.config.is_file() else None
+    except OSError:
+        return RunSummary(run.path.name, "unreadable", 0, None, None, None, 0.0)
+
+
 def summarise(run: RunFolder) -> RunSummary:
+    """From its events. A run of another version or with damaged events shows what can be read of it."""
     events = list(read_events(run.events))
     steps = [event for event in events if event["event"] == "step"]
     evaluations = [event for event in events if event["event"] == "evaluation"]
-    metric = evaluations[-1].get("metric") if evaluations else None
-    values = [value for event in evaluations if isinstance(value := event.get(metric or ""), float | int)]
-    best = min(values) if evaluations and evaluations[-1].get("goal") == "min" else max(values, default=None)
-    rates = [event["samples_per_s"] for event in steps[-10:]]
+    metric = _word(evaluations[-1].get("metric")) if evaluations else None
+    # The score is of the weights that the run is judged by, averaged ones where there are any.
+    values = _numbers(event.get("score", event.get(metric or "")) for event in evaluations)
+    better = min if evaluations and evaluations[-1].get("goal") == "min" else max
+    rates = _numbers(event.get("samples_per_s") for event in steps[-10:])
+    numbers = _numbers(event.get("step") for event in steps[-1:])
     return RunSummary(
         name=run.path.name,
         state=_state(run, events),
-        step=steps[-1]["step"] if steps else 0,
+        step=int(numbers[0]) if numbers else 0,
         metric=metric,
-        best=best,
+        best=better(values, default=None),
         samples_per_s=sum(rates) / len(rates) if rates else None,
         age_s=time.time() - run.config.stat().st_mtime,
     )
 
 
+def _word(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _numbers(values: Iterable[Any]) -> list[float]:
+    """Those that are numbers; one that was not finite is kept as a word."""
+    return [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+
+
 def _state(run: RunFolder, events: list[dict[str, Any]]) -> str:
     last = next((event for event in reversed(events) if event["event"] in ("start", "end")), None)
     if last is not None and last["event"] == "end":
-        return str(last["state"])
+        return _word(last.get("state")) or "unknown"
     return "running" if _is_alive(run) else "killed"
 
 
@@ -131,5 +196,5 @@ def _is_alive(run: RunFolder) -> bool:
         if written["host"] != platform.node():
             return time.time() - run.events.stat().st_mtime < 600
         return bool(abs(psutil.Process(written["pid"]).create_time() - written["started"]) < 1.0)
-    except (OSError, ValueError, KeyError, psutil.Error):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, psutil.Error):
         return False

@@ -1,29 +1,32 @@
 """Checkpoints: a folder a step, complete or absent, tensors as safetensors, the rest as JSON. No pickle.
 
 `checkpoints/step-00001200/` holds model, optimizer, average and random numbers as .safetensors, state.json, and
-checksums.json, which is written last. The two latest are kept, and the best by the task's metric. A damaged one is
-noticed by its checksums, and the one before it is used.
+checksums.json, which is written last; score.json comes when the checkpoint was judged. The two latest are kept, and the
+best by the task's metric. A damaged one is noticed by its checksums, and the one before it is used.
 """
 
 import hashlib
 import json
+import math
 import random
 import shutil
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from stoker import console
 from stoker.errors import MachineError, UserError
-from stoker.files import new_folder, write_json
+from stoker.files import check_regular, new_folder, write_json
+from stoker.runs.events import in_words
 
 # What each optimizer keeps of a parameter.
 MOMENTS = {
@@ -32,7 +35,43 @@ MOMENTS = {
     "SGD": {"momentum_buffer"},
 }
 VERSION = 1
-CHECKSUMS = "checksums.json"
+CHECKSUMS, SCORE = "checksums.json", "score.json"
+REQUIRED = ("model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json")
+
+Count = Annotated[int, Field(ge=0)]
+Number = float | Literal["nan", "inf", "-inf"]
+
+
+@dataclass(frozen=True)
+class MeterState:
+    results: list[Annotated[list[Number], Field(min_length=3, max_length=3)]]
+    samples: list[Count]
+
+
+@dataclass(frozen=True)
+class PositionState:
+    seed: Count
+    epoch: Count
+    consumed: Count
+
+
+@dataclass(frozen=True)
+class State:
+    """What state.json holds."""
+
+    version: int
+    step: Count
+    position: PositionState
+    latest_score: Number | None
+    settings: dict[str, Any]
+    meter: MeterState
+    recent_losses: list[float]
+    bad_steps: Annotated[list[Count], Field(min_length=2, max_length=2)]
+    optimizer: str | None = None  # whose moments these are
+    evaluation_due: bool = False  # this step is judged right after it is saved
+
+
+_STATE = TypeAdapter(State)
 
 
 @dataclass(frozen=True)
@@ -40,7 +79,7 @@ class Snapshot:
     """A run at one moment, in host memory."""
 
     tensors: Mapping[str, Mapping[str, Tensor]]  # model, optimizer, average, random, scale
-    state: Mapping[str, Any]  # step, position, score, configuration, sums
+    state: Mapping[str, Any]  # see State
 
     @property
     def step(self) -> int:
@@ -60,6 +99,14 @@ class Saver:
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint")
         self._thread.start()
 
+    def record_score(self, step: int, score: float) -> None:
+        """Writes what the checkpoint of a step was judged to be worth, once it is there."""
+        self.wait()
+        path = self._folder / f"step-{step:08d}"
+        if path.is_dir():
+            write_json(path / SCORE, {"score": in_words(score)})
+            prune(self._folder, self._goal, self._keep_best)
+
     def wait(self) -> None:
         """Returns when nothing is being written any more."""
         if self._thread is not None:
@@ -67,6 +114,8 @@ class Saver:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
+            if not isinstance(error, OSError):
+                raise error
             raise MachineError(
                 f"A checkpoint could not be written to {self._folder}: {error}. The earlier ones are complete; make room, "
                 f"then `stoker resume {self._folder.parent}`."
@@ -95,30 +144,75 @@ def read_checkpoint(path: Path) -> Snapshot:
         raise UserError(f"There is no checkpoint {path}.")
     if (problem := damage(path)) is not None:
         raise UserError(f"The checkpoint {path} is damaged: {problem}.")
-    state = json.loads((path / "state.json").read_text())
-    if state.get("version") != VERSION:
-        raise UserError(
-            f"The checkpoint {path} has format {state.get('version')}; this version reads format {VERSION}."
-        )
     try:
-        tensors = {file.stem: load_file(file) for file in path.glob("*.safetensors")}
-    except SafetensorError as error:
+        state = _read_state(path)
+        tensors = {
+            name.removesuffix(".safetensors"): load_file(path / name) for name in _sums(path) if name[-5:] != ".json"
+        }
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"The checkpoint {path} cannot be read: {error}") from error
     return Snapshot(tensors, state)
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, if anything."""
+def read_score(path: Path) -> float | None:
+    """What a checkpoint was judged to be worth, NaN too; None: it was not judged."""
     try:
-        sums = json.loads((path / CHECKSUMS).read_text())
+        score = json.loads((path / SCORE).read_text())["score"]
+    except FileNotFoundError:
+        try:
+            score = json.loads((path / "state.json").read_text()).get("score")
+        except (OSError, ValueError, AttributeError):
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    try:
+        return None if score is None else float(score)
+    except (TypeError, ValueError):
+        return None
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, if anything: files that are missing or changed, a state that cannot be one."""
+    try:
+        sums = _sums(path)
+        for name in REQUIRED:
+            if name not in sums:
+                return f"{CHECKSUMS} does not name {name}"
         for name, expected in sums.items():
             if not (path / name).is_file():
                 return f"{name} is missing"
             if _sha256(path / name) != expected:
                 return f"{name} does not have the content it was written with"
+        _read_state(path)
     except (OSError, ValueError) as error:
         return str(error)
     return None
+
+
+def _sums(path: Path) -> dict[str, str]:
+    check_regular(path / CHECKSUMS)
+    sums = json.loads((path / CHECKSUMS).read_text())
+    if not isinstance(sums, dict) or not all(
+        isinstance(value, str) and "/" not in name for name, value in sums.items()
+    ):
+        raise ValueError(f"{CHECKSUMS} holds no names and checksums")
+    return sums
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    content = (path / "state.json").read_text()
+    try:
+        version = json.loads(content)["version"]
+        state = asdict(_STATE.validate_json(content, strict=True))
+    except (KeyError, TypeError, RecursionError):
+        raise ValueError("state.json is not the state of a run") from None
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise ValueError(f"state.json is not the state of a run: {where}: {problem['msg']}") from None
+    if version != VERSION:
+        raise ValueError(f"it has format {version}, and this version reads format {VERSION}")
+    return state
 
 
 def last_good(folder: Path) -> Path | None:
@@ -127,19 +221,17 @@ def last_good(folder: Path) -> Path | None:
         problem = damage(path)
         if problem is None:
             return path
-        console.say(f"The checkpoint {path} is damaged ({problem}): using the one before it.")
+        if path.is_dir():  # else the run went on meanwhile, and removed it
+            console.say(f"The checkpoint {path} is damaged ({problem}): using the one before it.")
     return None
 
 
 def best(folder: Path, goal: str, count: int = 1) -> list[Path]:
-    """The best checkpoints by their score, the better and then the later first."""
+    """The best checkpoints by their score, the better and then the later first; a score of NaN is none."""
     scored = []
     for path in _all(folder):
-        try:
-            score = json.loads((path / "state.json").read_text())["score"]
-        except (OSError, ValueError, KeyError):
-            continue
-        if score is not None:
+        score = read_score(path)
+        if score is not None and math.isfinite(score):
             scored.append((-score if goal == "min" else score, path))
     return [path for _, path in sorted(scored, reverse=True)[:count]]
 
@@ -148,7 +240,11 @@ def prune(folder: Path, goal: str, keep_best: int) -> None:
     keep = {*sorted(_all(folder))[-2:], *best(folder, goal, keep_best)}
     for path in _all(folder):
         if path not in keep:
-            shutil.rmtree(path)
+            # Out of sight first: nobody should find half of it.
+            removed = path.with_name(f".{path.name}.removed")
+            shutil.rmtree(removed, ignore_errors=True)
+            path.rename(removed)
+            shutil.rmtree(removed)
 
 
 def load_weights(weights: Mapping[str, Tensor], model: nn.Module, where: str, *, allow_partial: bool = False) -> None:
@@ -175,19 +271,27 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], where: str
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    kind_saved: str | None,
+    where: str,
 ) -> None:
     """Moments as they were. Those of another kind of optimizer are of no use: then moments start anew, and that is said."""
     parameters = dict(model.named_parameters())
-    found, wanted = {name.partition("/")[0] for name in tensors}, MOMENTS[type(optimizer).__name__]
-    if found and found != wanted:
-        console.say(f"The moments in {where} ({', '.join(sorted(found))}) are of another optimizer: ours start anew.")
+    ours = type(optimizer).__name__
+    found, wanted = {name.partition("/")[0] for name in tensors}, MOMENTS[ours]
+    if (found and found != wanted) or kind_saved not in (None, ours):
+        saved = kind_saved or ", ".join(sorted(found))
+        console.say(f"The moments in {where} ({saved}) are of another optimizer: those of {ours} start anew.")
         return
     for name, value in tensors.items():
         kind, _, parameter_name = name.partition("/")
         if parameter_name not in parameters:
             raise UserError(f"The optimizer state in {where} is of another model: it has {parameter_name}.")
         parameter = parameters[parameter_name]
+        if value.ndim and value.shape != parameter.shape:
+            raise UserError(f"The optimizer state in {where} has {name} of another shape than the model's.")
         optimizer.state[parameter][kind] = _beside(parameter, value)
 
 
@@ -233,6 +337,7 @@ def random_states() -> RandomStates:
 
 
 def restore_random_states(states: Mapping[str, Tensor]) -> None:
+    """Raises what a state of the wrong kind makes each generator raise."""
     *words, has = states["python"].tolist()
     random.setstate((3, tuple(words), None if has < 0 else states["python_gauss"].item()))
     *keys, position, has_gauss = states["numpy"].tolist()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from stoker.data.loader import Loader
 from stoker.data.plan import Position
 from stoker.data.quarantine import Quarantine
 from stoker.data.ragged import Indices
-from stoker.runs.events import EventLog
+from stoker.errors import UserError
+from stoker.runs.events import EventLog, in_words
 from stoker.train import checkpoint, parallel
-from stoker.train.checkpoint import Saver, Snapshot
+from stoker.train.checkpoint import RandomStates, Saver, Snapshot
 from stoker.train.config import TrainConfig
 from stoker.train.evaluate import evaluate
 from stoker.train.guards import BadSteps, LossWatch, Sent, Suspect
@@ -68,6 +70,7 @@ class Engine:
         self.limit = config.steps
         self.total = total_steps(config, trainer.training)  # an estimate where steps are cut by cost
         self.score: float | None = None
+        self.evaluation_due = False  # of the step that was restored
         self.recompiles = self._digest = 0
         self._norms: tuple[int, Sent] | None = None
         self.meter, self.watch = Meter(), LossWatch(config, task.know_nothing_loss, trainer.log)
@@ -140,21 +143,30 @@ class Engine:
         self.trainer.log.write("norms", step=step, gradient=gradients, update_ratio=ratios)
 
     def evaluate(self) -> dict[str, float]:
-        """Raw weights, and averaged ones beside them; the run is judged by the averaged ones where there are any."""
+        """Raw weights, and averaged ones beside them; the run is judged by the averaged ones where there are any.
+
+        Comes after `save`, which has shared the running statistics of all ranks.
+        """
         trainer, task = self.trainer, self.task
-        self._share_statistics()
+        # A run that is resumed from the checkpoint before this evaluation must draw the same numbers after it.
+        random_states = checkpoint.random_states().tensors()
         metrics = evaluate(task, trainer.validation, trainer.device, self.precision)
-        self.score = metrics[task.metric]
+        self.score, weights = metrics[task.metric], "raw"
         if self.stepper.average is not None:
             with self.stepper.average.applied():
                 averaged = evaluate(task, trainer.validation, trainer.device, self.precision)
             metrics |= {f"ema_{name}": value for name, value in averaged.items()}
-            self.score = averaged[task.metric]
-        trainer.log.write("evaluation", step=self.step, metric=task.metric, goal=task.goal, **metrics)
+            self.score, weights = averaged[task.metric], "averaged"
+        checkpoint.restore_random_states(random_states)
+        judged = {"metric": task.metric, "goal": task.goal, "score": self.score, "weights": weights}
+        trainer.log.write("evaluation", step=self.step, **judged, **metrics)
         console.say(f"evaluation at step {self.step}: {task.metric} {self.score:.4f}")
+        if trainer.ranks.is_first:
+            self.saver.record_score(self.step, self.score)
+        self.evaluation_due = False
         return metrics
 
-    def save(self, score: float | None = None) -> None:
+    def save(self, *, evaluation_due: bool = False) -> None:
         """Hands a copy to the background writer; weights that are not finite are never written."""
         self.bad_steps.check()
         self._share_statistics()
@@ -162,16 +174,17 @@ class Engine:
             self.trainer.log.write("not_saved", step=self.step, reason="weights are not finite")
             console.say(f"NOT SAVED at step {self.step}: weights are not finite. The checkpoint before stays.")
             return
-        snapshot = self.snapshot(score)
+        snapshot = self.snapshot(checkpoint.random_states(), evaluation_due=evaluation_due)
         if self.trainer.ranks.is_first:
             self.saver.save(snapshot)
-            self.trainer.log.write("checkpoint", step=self.step, score=score)
+            self.trainer.log.write("checkpoint", step=self.step)
 
-    def snapshot(self, score: float | None = None) -> Snapshot:
+    def snapshot(self, random_states: RandomStates, *, evaluation_due: bool = False) -> Snapshot:
+        """All ranks take part, each with its random states."""
         tensors: dict[str, dict[str, torch.Tensor]] = {
             "model": {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()},
             "optimizer": checkpoint.optimizer_tensors(self.model, self.optimizer),
-            "random": _by_rank(parallel.gather(checkpoint.random_states().tensors())),
+            "random": _by_rank(parallel.gather(random_states.tensors())),
         }
         if (average := self.stepper.average) is not None:
             tensors["average"] = {name: value.cpu().clone() for name, value in average.weights.items()}
@@ -181,8 +194,9 @@ class Engine:
         state = {
             "step": self.step,
             "position": dataclasses.asdict(self.position),
-            "score": score,
-            "latest_score": self.score,
+            "latest_score": in_words(self.score),
+            "evaluation_due": evaluation_due,
+            "optimizer": type(self.optimizer).__name__,
             "settings": self.trainer.settings,
             "meter": self.meter.state(),
             "recent_losses": self.watch.state(),
@@ -190,25 +204,47 @@ class Engine:
         }
         return Snapshot(tensors, state)
 
-    def restore(self, snapshot: Snapshot, where: str) -> None:
+    def restore(self, snapshot: Snapshot, path: Path) -> None:
         """Everything: the run goes on as if it had never stopped."""
-        self.take_over(snapshot, where)
+        self.take_over(snapshot, str(path))
         state = snapshot.state
         self.step, self.position = int(state["step"]), Position(**state["position"])
-        self.score = state["latest_score"]
-        self.meter.restore(state["meter"], self.trainer.device)
+        self._check_place(path, state["settings"])
+        score = checkpoint.read_score(path)
+        latest = score if score is not None else state["latest_score"]
+        self.score = None if latest is None else float(latest)
+        # Killed between saving and judging; or done, and nobody has seen the result.
+        self.evaluation_due = bool(state.get("evaluation_due")) and (score is None or self.is_done())
+        try:
+            self.meter.restore(state["meter"], self.trainer.device)
+            checkpoint.restore_random_states(_of_rank(snapshot.tensors["random"], self.trainer.ranks.rank))
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"The checkpoint {path} holds random states that are none: {error}.") from error
         self.watch.restore(state["recent_losses"])
         self.bad_steps.total, self.bad_steps.in_a_row = state["bad_steps"]
-        checkpoint.restore_random_states(_of_rank(snapshot.tensors["random"], self.trainer.ranks.rank))
+
+    def _check_place(self, path: Path, settings: Mapping[str, Any]) -> None:
+        """A step takes at least one sample, an epoch at least one step, and no epoch has more samples than there are."""
+        size, epochs = len(self.trainer.training.plan), settings.get("train.epochs", self.config.epochs)
+        epoch, consumed = self.position.epoch, self.position.consumed
+        possible = consumed <= size and epoch <= min(epochs, self.step) and self.step <= epoch * size + consumed
+        if not possible:
+            raise UserError(
+                f"The checkpoint {path} says step {self.step:,}, epoch {epoch:,}, {consumed:,} samples of it done: that "
+                f"cannot be with {size:,} samples and {epochs} epochs. It is damaged, or of other data."
+            )
 
     def take_over(self, snapshot: Snapshot, where: str) -> None:
         """Weights, moments, averages and scale; counters and positions start anew."""
         checkpoint.load_weights(snapshot.tensors["model"], self.model, where)
-        checkpoint.load_optimizer(self.model, self.optimizer, snapshot.tensors["optimizer"], where)
+        kind = snapshot.state.get("optimizer")
+        checkpoint.load_optimizer(self.model, self.optimizer, snapshot.tensors["optimizer"], kind, where)
         if (average := self.stepper.average) is not None:
             saved = dict(snapshot.tensors.get("average", snapshot.tensors["model"]))
             average.updates.copy_(saved.pop("__updates__", torch.zeros(())))
             for name, value in average.weights.items():
+                if name not in saved or saved[name].shape != value.shape:
+                    raise UserError(f"The averaged weights in {where} are of another model: {name} does not fit.")
                 value.copy_(saved[name])
         if (scale := self.stepper.scale) is not None and "scale" in snapshot.tensors:
             scale.scale.copy_(snapshot.tensors["scale"]["scale"])
@@ -225,6 +261,26 @@ class Engine:
         parallel.sum_over_ranks(buffers)
         torch._foreach_div_(buffers, count)
 
+    def notices(self) -> list[str]:
+        """Settings that cannot mean what they say beside the others."""
+        config, plan, found = self.config, self.trainer.training.plan, []
+        planned = plan.steps_per_epoch() * config.epochs
+        if config.steps is not None and config.steps > planned:
+            found.append(
+                f"train.steps is {config.steps:,}, and {config.epochs} epoch(s) have about {planned:,}: it ends there. "
+                f"--train.epochs allows more."
+            )
+        if config.schedule != "onecycle" and config.warmup_steps >= self.total > 1:
+            found.append(
+                f"The warm-up of {config.warmup_steps:,} steps is as long as the run ({self.total:,}): the full rate is "
+                f"never used, and never lowered."
+            )
+        if plan.batch_size is not None and plan.batch_size > len(plan):
+            found.append(
+                f"A step would take {plan.batch_size:,} samples, and there are {len(plan):,}: it takes all of them."
+            )
+        return found
+
     def summary(self) -> tuple[tuple[str, str], ...]:
         """What a run came to, besides its metrics."""
         rows = [("steps", f"{self.step:,}"), ("bad steps", f"{self.bad_steps.total:,}")]
@@ -238,14 +294,17 @@ class Engine:
         return np.array(self.trainer.training.plan.table.columns["id"][rows], np.int64)
 
     def _write_bundle(self, path: Path, suspect: Suspect) -> None:
-        """Weights and optimizer before the step, samples, random numbers and configuration: enough to replay it."""
+        """Weights and optimizer before the step, samples, random numbers and configuration: enough to replay it.
+
+        Every rank learns of a bad step at the same moment and comes here; the first one writes.
+        """
+        snapshot = self.snapshot(suspect.random)
         if not self.trainer.ranks.is_first:
             return
-        snapshot = self.snapshot()
-        tensors = {**snapshot.tensors, "random": _by_rank([suspect.random.tensors()])}
         ids = torch.from_numpy(self._ids(suspect.rows))
-        tensors["samples"] = {"rows": torch.from_numpy(suspect.rows.copy()), "ids": ids}
+        samples = {"rows": torch.from_numpy(suspect.rows.copy()), "ids": ids}
         path.parent.mkdir(exist_ok=True)
+        tensors = {**snapshot.tensors, "samples": samples}
         checkpoint.write_checkpoint(path, Snapshot(tensors, {**snapshot.state, "step": suspect.step}))
 
 

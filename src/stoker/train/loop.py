@@ -15,6 +15,8 @@ def train(engine: Engine) -> tuple[dict[str, float], str | None]:
     config, trainer = engine.config, engine.trainer
     metrics: dict[str, float] = {}
     with stop_on_signals() as stop, console.progress("train", engine.total - engine.step, "steps") as bar:
+        if engine.evaluation_due:
+            metrics = engine.evaluate()
         steps = trainer.training.batches(engine.position, config.epochs)
         for step in feed(steps, trainer.device):
             if engine.is_done() or engine.bad_steps.stop_asked:
@@ -31,8 +33,8 @@ def train(engine: Engine) -> tuple[dict[str, float], str | None]:
             if engine.step % config.log_every == 0 or engine.is_done():
                 engine.log_interval(lr)
             if evaluation_is_due(engine):
+                engine.save(evaluation_due=True)  # first: whatever happens to the evaluation, the step is kept
                 metrics = engine.evaluate()
-                engine.save(engine.score)
             elif config.save_every is not None and engine.step % config.save_every == 0:
                 engine.save()
             bar.advance()

@@ -144,18 +144,16 @@ def build_task(run: RunConfig) -> DirectionTask:
     return DirectionTask(run.model, events.open_geometry(data_root(run)))
 
 
-def result_table(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
-    """Model, line fit and guessing side by side, on the same validation events."""
+def result_table(models: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
+    """Models, line fit and guessing side by side, on the same validation events."""
     rows: list[tuple[str, ...]] = [("angular error on validation events (rad)", "mean", "median")]
-    averaged = "ema_mean_error_rad" in metrics
-    for label, mean, median in (
-        ("model, averaged weights", "ema_mean_error_rad", "ema_median_error_rad"),
-        ("model, last weights" if averaged else "model", "mean_error_rad", "median_error_rad"),
-        ("line fit", "line_fit_mean_rad", "line_fit_median_rad"),
-        ("guessing", "guess_mean_rad", "guess_median_rad"),
+    baselines = next(iter(models.values()))
+    for label, metrics, name in (
+        *((label, metrics, "{}_error_rad") for label, metrics in models.items()),
+        ("line fit", baselines, "line_fit_{}_rad"),
+        ("guessing", baselines, "guess_{}_rad"),
     ):
-        if mean in metrics:
-            rows.append((label, f"{metrics[mean]:.3f}", f"{metrics[median]:.3f}"))
+        rows.append((label, *(f"{metrics[name.format(kind)]:.3f}" for kind in ("mean", "median"))))
     return rows
 
 

@@ -149,13 +149,11 @@ def rebuild_task(run: RunConfig, folder: Path) -> ClassificationTask:
     return ClassificationTask(run.model, ClassMap(tuple(names)))
 
 
-def result_table(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
+def result_table(models: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("accuracy on validation images", "top-1", "top-5", "worst class")]
-    for label, prefix in (("averaged weights", "ema_"), ("model", "")):
-        if f"{prefix}top1" in metrics:
-            values = [metrics[prefix + name] for name in ("top1", "top5", "worst_class_top1")]
-            rows.append((label, *(f"{value:.4f}" for value in values)))
-    rows.append(("guessing", f"{metrics['chance_top1']:.4f}", "", ""))
+    for label, metrics in models.items():
+        rows.append((label, *(f"{metrics[name]:.4f}" for name in ("top1", "top5", "worst_class_top1"))))
+    rows.append(("guessing", f"{next(iter(models.values()))['chance_top1']:.4f}", "", ""))
     return rows
 
 

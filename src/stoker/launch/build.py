@@ -1,0 +1,142 @@
+"""The one place that puts source, loader, task and device together; everything below gets them handed in."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stoker.data.loader import Loader
+from stoker.data.order import StorageOrder
+from stoker.data.plan import Plan
+from stoker.data.stages import Stage
+from stoker.errors import UserError
+from stoker.launch.checks import check_same_settings
+from stoker.launch.targets import Target
+from stoker.recipe import Recipe, RunConfig, RunData, Trained
+from stoker.runs.folder import RunFolder
+from stoker.train import checkpoint, parallel
+from stoker.train.checkpoint import Snapshot
+from stoker.train.parallel import Ranks
+from stoker.train.precision import resolve_precision
+
+PRUNED_MEANWHILE = 5  # times that a checkpoint may be gone before it is read, because the run goes on
+
+
+@dataclass(frozen=True)
+class Parts:
+    task: Any
+    training: Loader[Any]
+    validation: Loader[Any]
+    device: torch.device
+    data: RunData
+
+
+def build_parts(recipe: Recipe, config: RunConfig, ranks: Ranks) -> Parts:
+    device = choose_device(config.run.device, ranks.local)
+    data = parallel.first_of_machine_first(ranks, lambda: recipe.open_data(config, device))
+    parallel.join(ranks, config.run.device)
+    check_same_settings(config)
+    _seed(config.run.seed)
+    task = recipe.build_task(config)
+    # From here on each rank draws its own numbers (dropout); weights were drawn alike.
+    _seed(config.run.seed + 1_000_003 * ranks.rank)
+    return Parts(
+        task=task,
+        training=_loader(data, config, device, ranks, training=True),
+        validation=_loader(data, config, device, ranks, training=False),
+        device=device,
+        data=data,
+    )
+
+
+def _seed(seed: int) -> None:
+    """Every generator that a task might draw from."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    random.seed(seed)
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("run.device is cuda, and torch sees no GPU here. Use --run.device cpu.")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
+
+
+def _loader(data: RunData, config: RunConfig, device: torch.device, ranks: Ranks, *, training: bool) -> Loader[Any]:
+    loader = config.loader
+    subset = data.training if training else data.validation
+    stages = data.stages if training else data.validation_stages or data.stages
+    plan = Plan(
+        table=data.table,
+        subset=subset,
+        order=data.order(subset) if training else lambda seed, epoch: StorageOrder(),
+        batch_size=loader.batch_size,
+        batch_cost=loader.batch_cost,
+        micro_cost=loader.micro_cost,
+        sample_cost=loader.sample_cost,
+        repeated=training and data.repeated,
+        paired=training and data.paired,
+    )
+    pinned = [Stage("pin", lambda batch: batch.pin())] if device.type == "cuda" else []
+    return Loader(
+        plan,
+        [*stages, *pinned],
+        loader,
+        rank=ranks.rank,
+        num_ranks=ranks.count,
+        where=data.where,
+        bytes_per_cost=data.bytes_per_cost,
+        cache_bytes=data.cache_bytes,
+    )
+
+
+def rebuild(run: RunFolder, target: Target, which: str, weights: str, ranks: Ranks) -> Trained:
+    """The trained model of a run, without opening the data it was trained on where the recipe can do without."""
+    remake, device = target.recipe.rebuild_task, choose_device(target.config.run.device, ranks.local)
+    task = remake(target.config, run.path) if remake else target.recipe.build_task(target.config)
+    return trained(run, target, task, device, which, weights, ranks)
+
+
+def trained(
+    run: RunFolder, target: Target, task: Any, device: torch.device, which: str, weights: str, ranks: Ranks
+) -> Trained:
+    """The task with the weights of a checkpoint: averaged ones where there are any, unless raw ones are asked for."""
+    found, snapshot = read_one(run, which, task.goal)
+    averaged = snapshot.tensors.get("average")
+    if weights == "ema" and averaged is None:
+        raise UserError(f"{found} holds no averaged weights: the run was trained without train.ema.")
+    use_average = averaged is not None and weights != "raw"
+    chosen = dict(averaged if averaged is not None and use_average else snapshot.tensors["model"])
+    chosen.pop("__updates__", None)
+    checkpoint.load_weights(chosen, task.model, str(found))
+    task.model.to(device)
+    precision = resolve_precision(target.config.train.precision, device)
+    return Trained(target.config, task, found, device, precision, ranks, averaged=use_average)
+
+
+def read_one(run: RunFolder, which: str, goal: str) -> tuple[Path, Snapshot]:
+    """A checkpoint and its content. A run that goes on may remove one between finding and reading it: then the next."""
+    for _ in range(PRUNED_MEANWHILE):
+        found = find_checkpoint(run, which, goal)
+        try:
+            return found, checkpoint.read_checkpoint(found)
+        except UserError:
+            if which not in ("best", "last") or found.is_dir():
+                raise
+    raise UserError(f"The checkpoints of {run.path} are removed as soon as they are found: is the run going on?")
+
+
+def find_checkpoint(run: RunFolder, which: str, goal: str) -> Path:
+    """`best`, `last`, or the path of a checkpoint."""
+    if which not in ("best", "last"):
+        return Path(which)
+    chosen = checkpoint.best(run.checkpoints, goal)
+    found = chosen[0] if which == "best" and chosen else checkpoint.last_good(run.checkpoints)
+    if found is None:
+        raise UserError(f"{run.path} holds no checkpoint; it was stopped before its first one.")
+    return found

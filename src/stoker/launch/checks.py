@@ -1,0 +1,97 @@
+"""What must agree before a run begins or goes on: ranks with each other, a run with its checkpoints and its data."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stoker import console, settings
+from stoker.errors import UserError
+from stoker.launch.targets import Target
+from stoker.recipe import RunConfig, RunData
+from stoker.runs.events import read_events
+from stoker.runs.folder import RunFolder
+from stoker.train import checkpoint, parallel
+
+# Keys that change how fast or where a run goes, and never its numbers: they may differ when it is resumed.
+HARMLESS = ("run.name", "run.folder", "loader.threads", "loader.look_ahead", "loader.ram_bytes", "loader.stuck_after_s")
+SHARED = ("loader.", "train.", "model.", "run.seed")  # keys that must be the same on all ranks, but for those above
+
+
+def check_same_settings(config: RunConfig) -> None:
+    """Ranks cut the same steps, each for itself: presets that look at the machine may not differ in what they found."""
+    mine = {key: value for key, value in settings.leaves(config) if key.startswith(SHARED) and key not in HARMLESS}
+    for other in parallel.gather(mine):
+        different = [key for key in mine if mine[key] != other.get(key)]
+        if different:
+            key = different[0]
+            raise UserError(
+                f"The processes of this run have different settings: {key} is {mine[key]} here and {other.get(key)} "
+                f"elsewhere. Give it on the command line: --{key} VALUE."
+            )
+
+
+def check_unchanged(run: RunFolder, found: Path | None, target: Target, overrides: Sequence[str]) -> None:
+    """A configuration that is not the checkpoint's, or the run's, would make a resumed run another run."""
+    if found is not None:
+        saved, origin = dict(checkpoint.read_checkpoint(found).state["settings"]), f"the checkpoint {found.name}"
+    else:
+        saved, origin = _flat(settings.read_yaml(run.config)), f"{run.config}"
+    named = {word.removeprefix("--").partition("=")[0] for word in overrides if word.startswith("--")}
+    now = json.loads(json.dumps(settings.kept_values(target.config)))
+    changed = {key: (saved.get(key), value) for key, value in now.items() if saved.get(key) != value}
+    unnamed = {key: values for key, values in changed.items() if key not in (*named, *HARMLESS) and key[:4] != "log."}
+    if unnamed:
+        listed = "; ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in unnamed.items())
+        key, (_, new) = next(iter(unnamed.items()))
+        raise UserError(
+            f"The configuration changed since {origin}: {listed}. Put it back, or name the change "
+            f"(`stoker resume {run.path} --{key} {new}`), or start a new run from these weights with `stoker fork`."
+        )
+    for key, (old, new) in changed.items():
+        console.say(f"Resuming with {key} {new!r} instead of {old!r}.")
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def check_same_data(run: RunFolder, data: RunData, overrides: Sequence[str]) -> None:
+    """Samples that are not those of the run's beginning would make its position, or its score, mean something else."""
+    began = next(iter(read_events(run.events, "start")), None) or {}
+    said = began.get("data")
+    before, now = said.get("fingerprint") if isinstance(said, dict) else None, data.description.get("fingerprint")
+    if before is None or before == now:
+        return
+    if not any(word.startswith("--data.") for word in overrides):
+        raise UserError(
+            f"The data in {data.description.get('path')} are not those that {run.path} began with: files were changed, "
+            f"added or removed, or made anew on another kind of machine. Name them (`--data.path DIR`) to use them all the "
+            f"same."
+        )
+    console.say("The data are not those that the run began with; going on, as asked.")
+
+
+def check_kept(run: RunFolder, data: RunData) -> None:
+    """What a run keeps of its data, such as its classes, must be what the data say now."""
+    for name, content in data.keep.items():
+        path = run.path / name
+        if not path.is_file():
+            continue
+        try:
+            kept = json.loads(path.read_text())
+        except ValueError as error:
+            raise UserError(f"{path} is damaged: {error}.") from error
+        if kept != content:
+            raise UserError(
+                f"The data do not fit the run: {path} says {_short(kept)}, and the data say {_short(content)}. The model's "
+                f"answers would get the wrong names."
+            )
+
+
+def _short(value: Any, most: int = 300) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= most else f"{text[:most]} ..."

@@ -1,0 +1,386 @@
+"""What the commands do with a run: start it, go on with it, fork, evaluate, predict, export; and packing."""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stoker import console, settings
+from stoker.data import pack
+from stoker.data.loader import Loader, LoaderConfig
+from stoker.data.quality import shuffle_quality
+from stoker.data.store import is_store, open_store
+from stoker.errors import Stopped, UserError
+from stoker.files import new_folder, write_bytes, write_json
+from stoker.launch import trust
+from stoker.launch.build import Parts, build_parts, find_checkpoint, rebuild, trained
+from stoker.launch.checks import check_kept, check_same_data, check_unchanged
+from stoker.launch.targets import Target, find_recipe, resolve_target
+from stoker.recipe import PackRequest, Recipe, Trained
+from stoker.runs.events import EventLog, read_events
+from stoker.runs.folder import RunFolder, check_new_run, create_run, locked, open_run, record_environment
+from stoker.train import checkpoint, parallel
+from stoker.train.engine import Engine, Trainer
+from stoker.train.evaluate import evaluate
+from stoker.train.loop import train
+from stoker.train.parallel import Ranks
+from stoker.train.schedule import chart
+from stoker.train.trackers import open_tracker
+
+
+@dataclass(frozen=True)
+class Outcome:
+    run: RunFolder
+    recipe: Recipe
+    metrics: dict[str, float]
+    samples_per_s: float | None = None
+    summary: tuple[tuple[str, str], ...] = ()  # of the run, for people
+    about: dict[str, str] = field(default_factory=dict)  # checkpoint, weights, data and fingerprint of an evaluation
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Each kind of weights that was judged, by name, and the recipe's baselines."""
+        prefix = "ema_"
+        averaged = {key.removeprefix(prefix): value for key, value in self.metrics.items() if key.startswith(prefix)}
+        raw = {key: value for key, value in self.metrics.items() if not key.startswith(prefix)}
+        if averaged:
+            return self.recipe.result_table({"model, averaged weights": averaged, "model, raw weights": raw})
+        weights = self.about.get("weights")
+        return self.recipe.result_table({f"model, {weights} weights" if weights else "model": raw})
+
+
+def start(target: Target, *, init_from: Path | None = None, allow_partial: bool = False) -> Outcome:
+    """A new run, from its first step to its last. Under torchrun a restarted run goes on from its last checkpoint."""
+    config = target.config
+    with _met() as ranks:
+        check_new_run(config.run.folder, config.run.name)  # before anything is packed or simulated for it
+        weights = None if init_from is None else checkpoint.read_checkpoint(init_from).tensors["model"]
+        parts = build_parts(target.recipe, config, ranks)
+        if weights is not None:
+            checkpoint.load_weights(weights, parts.task.model, str(init_from), allow_partial=allow_partial)
+        run, again = _run_folder(target, ranks)
+        with _locked(run, ranks):
+            found = checkpoint.last_good(run.checkpoints) if again else None
+            if again:
+                check_unchanged(run, found, target, ())
+                check_same_data(run, parts.data, ())
+            return _run(run, target, parts, ranks, resume_from=found)
+
+
+def resume(path: Path, overrides: list[str], *, trusted: bool = False) -> Outcome:
+    """Goes on from the last checkpoint as if nothing had happened. A changed key must be named in `overrides`."""
+    run = open_run(path)
+    target = resolve_target(str(run.config), overrides, trusted=trusted)
+    with _met() as ranks, _locked(run, ranks):
+        if any(event.get("state") == "finished" for event in read_events(run.events, "end")):
+            raise UserError(
+                f"{path} is finished; there is nothing to resume. `stoker evaluate {path}` shows its result."
+            )
+        found = checkpoint.last_good(run.checkpoints)
+        if found is None:
+            console.say(f"{path} holds no checkpoint yet: starting it from the beginning.")
+        else:
+            check_unchanged(run, found, target, overrides)
+        parts = build_parts(target.recipe, target.config, ranks)
+        check_same_data(run, parts.data, overrides)
+        if ranks.is_first:
+            record_environment(run)
+            write_bytes(run.config, settings.as_yaml(target.config).encode())  # with the changes that were named
+        return _run(run, target, parts, ranks, resume_from=found)
+
+
+def target_of(path: Path, overrides: list[str], *, trusted: bool = False) -> Target:
+    """What a run stands for."""
+    return resolve_target(str(open_run(path).config), overrides, trusted=trusted)
+
+
+def fork(path: Path, overrides: list[str], which: str, *, trusted: bool = False) -> Outcome:
+    """A new run with the weights and moments of another, its own overrides, and a new schedule from step 0."""
+    old = open_run(path)
+    target = resolve_target(str(old.config), overrides, trusted=trusted)
+    with _met() as ranks:
+        check_new_run(target.config.run.folder, target.config.run.name)
+        parts = build_parts(target.recipe, target.config, ranks)
+        found = find_checkpoint(old, which, parts.task.goal)
+        run, _ = _run_folder(target, ranks)
+        with _locked(run, ranks):
+            return _run(run, target, parts, ranks, take_over=found)
+
+
+def evaluate_run(path: Path, which: str, weights: str, overrides: list[str], *, trusted: bool = False) -> Outcome:
+    """Metrics of a checkpoint, with averaged or raw weights, on the run's validation samples or on other data."""
+    run = open_run(path)
+    target = _for_use(run, overrides, "an evaluation", trusted=trusted)
+    with _met() as ranks:
+        parts = build_parts(target.recipe, target.config, ranks)
+        check_kept(run, parts.data)
+        check_same_data(run, parts.data, overrides)
+        model = trained(run, target, parts.task, parts.device, which, weights, ranks)
+        model = replace(model, about=_about(run, model, parts))
+        metrics = evaluate(parts.task, parts.validation, parts.device, model.precision)
+        if target.recipe.report is not None and ranks.count == 1:
+            _report(run, target.recipe, model, parts, metrics)
+        return Outcome(run, target.recipe, metrics, about=dict(model.about))
+
+
+def _about(run: RunFolder, model: Trained, parts: Parts) -> dict[str, str]:
+    """What was judged on what, for whoever finds the numbers later."""
+    return {
+        "run": str(run.path),
+        "checkpoint": model.checkpoint.name,
+        "weights": "averaged" if model.averaged else "raw",
+        "data": str(parts.data.description.get("path")),
+        "fingerprint": str(parts.data.description.get("fingerprint")),
+    }
+
+
+def _report(run: RunFolder, recipe: Recipe, model: Trained, parts: Parts, metrics: Mapping[str, float]) -> None:
+    """The evaluation in depth, in a folder that appears when it is whole. A run of somebody else may be read only."""
+    assert recipe.report is not None
+    unknown = [name for name, value in metrics.items() if value != value]
+    if unknown:
+        console.say(f"No report in depth: {', '.join(unknown)} of this model is not a number.")
+        return
+    folder = _unused(run.path / "evaluation" / model.checkpoint.name)
+    try:
+        with new_folder(folder, force=False, marker="report.json") as partial:
+            recipe.report(model, parts.data, parts.validation, partial)
+    except PermissionError as error:
+        console.say(f"No tables and plots: {folder} cannot be written ({error.strerror}).")
+        return
+    console.say(f"tables and plots: {folder}")
+
+
+def predict(
+    path: Path,
+    source: Path | None,
+    out: Path | None,
+    which: str,
+    weights: str,
+    overrides: list[str],
+    *,
+    trusted: bool = False,
+) -> Any:
+    """Answers of a checkpoint for a data set, written to a file."""
+    run = open_run(path)
+    if source is not None:
+        overrides = [*overrides, "--data.path", str(source)]
+    target = _for_use(run, overrides, "a prediction", trusted=trusted)
+    if target.recipe.predict is None:
+        raise UserError(f"The recipe {target.recipe.name} has no predictions to make.")
+    with _met() as ranks:
+        parallel.join(ranks, target.config.run.device)
+        torch.manual_seed(target.config.run.seed)
+        model = rebuild(run, target, which, weights, ranks)
+        return target.recipe.predict(model, out)
+
+
+def export(path: Path, out: Path, samples: Path | None, which: str, weights: str, *, trusted: bool = False) -> Any:
+    """The model of a checkpoint as one file for other programs, checked against PyTorch."""
+    run = open_run(path)
+    target = _for_use(run, ["--run.device", "cpu"], "an export", trusted=trusted)
+    if target.recipe.export is None:
+        raise UserError(f"The recipe {target.recipe.name} has no export.")
+    with _met() as ranks:
+        return target.recipe.export(rebuild(run, target, which, weights, ranks), out, samples)
+
+
+def _for_use(run: RunFolder, overrides: list[str], what: str, *, trusted: bool) -> Target:
+    for word in overrides:
+        if word.startswith("--") and not word.startswith(("--data.", "--loader.", "--run.", "--train.precision")):
+            raise UserError(f"{word} does not matter to {what}: only data, loader and run keys and train.precision do.")
+    return resolve_target(str(run.config), overrides, trusted=trusted)
+
+
+def _unused(folder: Path) -> Path:
+    """This folder, or with a number behind it where it exists: an evaluation never replaces another."""
+    number = 2
+    chosen = folder
+    while chosen.exists():
+        chosen, number = folder.with_name(f"{folder.name}-{number}"), number + 1
+    return chosen
+
+
+def pack_data(recipe_name: str, request: PackRequest) -> Mapping[str, Any]:
+    """Packs a data set, or this process's share of it under torchrun or in a Slurm array."""
+    recipe, _, _ = find_recipe(recipe_name)
+    if request.shuffled is not None and request.shuffled < 0:
+        raise UserError(f"--shuffled is {request.shuffled}; a seed is 0 or more.")
+    if request.threads is not None and request.threads < 1:
+        raise UserError(f"--threads is {request.threads}; at least one is needed.")
+    rank, num_ranks = pack.ranks_from_environment()
+    request = replace(request, rank=rank, num_ranks=num_ranks)
+    if recipe.pack is not None:
+        return recipe.pack(request)
+    for name in ("short_side", "quality", "max_classes", "max_per_class"):
+        if getattr(request, name) is not None:
+            raise UserError(
+                f"--{name.replace('_', '-')} is for images; the recipe {recipe.name} packs nothing of the kind."
+            )
+    num_threads = request.threads or LoaderConfig().num_threads
+    if recipe.packing is None:
+        raise UserError(f"The recipe {recipe.name} has nothing to pack.")
+    packing = recipe.packing(request.source, request.shuffled, num_threads)
+    if request.verify and is_store(request.out):
+        store = open_store(request.out)
+    else:
+        packed = pack.pack(request.out, packing, threads=num_threads, rank=rank, num_ranks=num_ranks)
+        if packed is None:
+            return {"path": str(request.out), "state": "other ranks are still at work"}
+        store = packed
+    result: dict[str, Any] = {
+        "path": str(request.out),
+        "samples": len(store.table),
+        "rows": store.num_rows,
+        "bytes": store.num_bytes,
+    }
+    if request.verify:
+        result["values_verified"] = pack.verify(store, packing, num_threads)
+    return result
+
+
+@contextmanager
+def _met() -> Iterator[Ranks]:
+    """Together with the other processes of torchrun, if there are any; only the first one speaks."""
+    ranks = parallel.meet()
+    console.be_quiet(not ranks.is_first)
+    try:
+        yield ranks
+        parallel.gather(None)  # leave together: a rank that tears its connections down early can abort another
+    except Stopped:
+        parallel.gather(None)  # and none of them ends while another still writes down how it ended
+        raise
+    finally:
+        console.be_quiet(False)
+
+
+@contextmanager
+def _locked(run: RunFolder, ranks: Ranks) -> Iterator[None]:
+    """Nobody else writes to this run meanwhile."""
+    if not ranks.is_first:
+        yield
+        return
+    with locked(run):
+        yield
+
+
+def _run_folder(target: Target, ranks: Ranks) -> tuple[RunFolder, bool]:
+    """The run's folder on every rank, and whether it was there before: torchrun restarts us under the same id."""
+    config, job = target.config, os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    name = "-".join(word for word in (config.recipe.replace(":", "-"), job, config.run.name) if word)
+    fixed = config.run.folder / name if job != "none" else None
+    if fixed is not None and parallel.from_first((fixed / "config.yaml").is_file()):
+        console.say(f"{fixed} exists: going on with it.")
+        return open_run(fixed), True
+    made = None
+    if ranks.is_first:
+        made = create_run(config.run.folder, config.recipe, config.run.name, settings.as_yaml(config), fixed)
+        trust.keep_place(made, target.module)
+    return parallel.from_first(made), False
+
+
+def _run(
+    run: RunFolder,
+    target: Target,
+    parts: Parts,
+    ranks: Ranks,
+    resume_from: Path | None = None,
+    take_over: Path | None = None,
+) -> Outcome:
+    config = target.config
+    values = settings.kept_values(config)
+    with EventLog(run.events if ranks.is_first else Path(os.devnull)) as log, _said_in(run, ranks), _end_recorded(log):
+        listener = open_tracker(config.log, run.path, run.path.name, values) if ranks.is_first else None
+        log.listeners += [listener] if listener else []
+        trainer = Trainer(
+            config=config.train,
+            task=parts.task,
+            training=parts.training,
+            validation=parts.validation,
+            device=parts.device,
+            log=log,
+            folder=run.path,
+            quarantine=parts.data.quarantine,
+            settings=values,
+            ranks=ranks,
+        )
+        check_kept(run, parts.data)
+        for name, content in parts.data.keep.items() if ranks.is_first else ():
+            write_json(run.path / name, content)
+        engine = Engine(trainer, config.run.seed)
+        if resume_from is not None:
+            engine.restore(checkpoint.read_checkpoint(resume_from), resume_from)
+        if take_over is not None:
+            engine.take_over(checkpoint.read_checkpoint(take_over), str(take_over))
+        _introduce(run, log, engine, parts, resume_from, take_over)
+        metrics, stopped_by = train(engine)
+        if listener is not None:
+            listener.close()
+        if stopped_by is not None:
+            raise Stopped(
+                f"Stopped by {stopped_by} after step {engine.step} of {engine.total}. `stoker resume {run.path}` goes on."
+            )
+    rates = [rate for event in read_events(run.events, "step") if isinstance(rate := event.get("samples_per_s"), float)]
+    return Outcome(run, target.recipe, metrics, sum(rates) / len(rates) if rates else None, engine.summary())
+
+
+def _introduce(
+    run: RunFolder, log: EventLog, engine: Engine, parts: Parts, resume_from: Path | None, take_over: Path | None
+) -> None:
+    """What a person wants to see before the first step, and the event that says how the run began."""
+    config = engine.config
+    log.write(
+        "start",
+        resumed_from=resume_from.name if resume_from else None,
+        forked_from=str(take_over) if take_over else None,
+        data=dict(parts.data.description),
+        parameters=sum(parameter.numel() for parameter in parts.task.model.parameters()),
+        steps=engine.total,
+        device=str(parts.device),
+        precision=engine.precision,
+        ranks=engine.trainer.ranks.count,
+    )
+    console.say(f"run folder: {run.path}")
+    for notice in (*engine.notices(), engine.lr_rule, chart(config, engine.total)):
+        console.say(notice)
+    _report_shuffle(log, parts.training, engine.position.seed)
+
+
+@contextmanager
+def _said_in(run: RunFolder, ranks: Ranks) -> Iterator[None]:
+    if not ranks.is_first:
+        yield
+        return
+    with console.copy_to(run.log):
+        yield
+
+
+def _report_shuffle(log: EventLog, loader: Loader[Any], seed: int) -> None:
+    """Measures how well the order is mixed, on the first part of the first two epochs."""
+    plan, size = loader.plan, min(len(loader.plan), 200_000)
+    if size < 3:
+        return
+    first, second = (plan.subset.rows(plan.order(seed, epoch).take(0, size)) for epoch in (0, 1))
+    batch_size = plan.batch_size or max(1, size // max(1, plan.steps_per_epoch()))
+    quality = shuffle_quality(first, plan.table.columns["shard"], batch_size, second)
+    log.write("shuffle", **asdict(quality))
+    console.say(f"shuffle: {quality.line()}")
+
+
+@contextmanager
+def _end_recorded(log: EventLog) -> Iterator[None]:
+    """Writes how the run ended, whatever ended it."""
+    state = "failed"
+    try:
+        yield
+        state = "finished"
+    except (KeyboardInterrupt, Stopped):
+        state = "stopped"
+        raise
+    finally:
+        reason = repr(sys.exc_info()[1]) if state == "failed" else None
+        log.write("end", state=state, reason=reason)

@@ -1,0 +1,107 @@
+"""From words to a resolved configuration: which recipe, which preset, which values, and where each came from."""
+
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stoker import settings
+from stoker.errors import UserError
+from stoker.launch import trust
+from stoker.recipe import Recipe, RunConfig
+from stoker.settings import Layer
+
+COMMAND_LINE = "the command line"  # where a value came from
+BUILT_IN = {"icecube": "stoker.recipes.icecube.recipe:RECIPE", "imagenet": "stoker.recipes.imagenet.recipe:RECIPE"}
+OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(:[\w.-]+)?")  # module:attribute, module:attribute:preset
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the word TARGET stands for, once resolved."""
+
+    recipe: Recipe
+    config: RunConfig
+    origins: dict[str, str]  # where each value came from
+    notes: Sequence[str] = ()  # of the preset
+    module: trust.Module | None = None  # of a recipe of one's own
+
+
+def resolve_target(target: str, overrides: list[str], *, trusted: bool = False) -> Target:
+    """TARGET is `recipe`, `recipe:preset`, `file.yaml`, `module:attribute` or `module:attribute:preset`."""
+    layers, file = [], None
+    if target.endswith((".yaml", ".yml")):
+        file = Path(target)
+        values = settings.read_yaml(file)
+        base = values.pop("recipe", None)
+        if not isinstance(base, str):
+            raise UserError(f"{target} does not say which recipe it configures: add a line like `recipe: icecube`.")
+        layers.append(Layer(f"the file {target}", values))
+    else:
+        base = target
+    recipe, preset, module = find_recipe(base, file, trusted=trusted)
+    layers.append(Layer(COMMAND_LINE, settings.parse_overrides(overrides)))
+    config, origins = settings.resolve(recipe.presets[preset](), layers)
+    for key, why in settings.without_effect(config).items():
+        if origins.get(key) == COMMAND_LINE:  # in a file it may stand beside what it was written for
+            raise UserError(f"--{key} would change nothing: {why}.")
+    origins = settings.default_origins(config, f"preset {recipe.name}:{preset}", origins)
+    # By its own name: a preset that was derived from another recipe's must come back as what it is.
+    named = replace(_located(config), recipe=f"{_without_preset(base)}:{preset}")
+    return Target(recipe, named, origins, recipe.notes.get(preset, ()), module)
+
+
+def _without_preset(words: str) -> str:
+    name, _, rest = words.partition(":")
+    return name if name in BUILT_IN else f"{name}:{rest.partition(':')[0]}"
+
+
+def find_recipe(words: str, file: Path | None = None, *, trusted: bool = True) -> tuple[Recipe, str, Any]:
+    """The recipe, the name of the preset, and the module of a recipe of one's own, named by the user or in a file."""
+    name, _, preset = words.partition(":")
+    module = None
+    if name in BUILT_IN:
+        recipe = _import(BUILT_IN[name])
+    else:
+        if not OWN.fullmatch(words):
+            raise UserError(
+                f"There is no recipe {words!r}. Built in: {', '.join(BUILT_IN)}; a file ends in .yaml; a recipe of "
+                f"your own is named module:attribute."
+            )
+        parts = words.split(":")
+        module = trust.find_module(name, trust.kept_root(file, name) if file else None)
+        if file is not None and not trusted:
+            trust.check_trusted(words, module, str(file))
+        recipe, preset = _import(":".join(parts[:2]), module), parts[2] if len(parts) == 3 else ""
+        trust.remember(module)
+    preset = preset or next(iter(recipe.presets))
+    if preset not in recipe.presets:
+        raise UserError(f"The recipe {recipe.name} has no preset {preset!r}; it has {', '.join(recipe.presets)}.")
+    return recipe, preset, module
+
+
+def _located(config: RunConfig) -> RunConfig:
+    """With the place that a relative data.path means here: the run may be used from another directory later."""
+    path = getattr(config.data, "path", None)
+    return config if path is None else replace(config, data=replace(config.data, path=path.expanduser().absolute()))
+
+
+def _import(words: str, module: trust.Module | None = None) -> Recipe:
+    name, _, attribute = words.partition(":")
+    root = str(module.root) if module else ""  # without a file: whatever Python finds, from this directory on
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    try:
+        found = getattr(importlib.import_module(name), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise  # something that the user's module needs is missing: its traceback says what
+        raise UserError(f"There is no module {name} to take the recipe {words!r} from.") from error
+    except AttributeError as error:
+        raise UserError(f"The module {name} has no {attribute}, asked for by the target {words!r}.") from error
+    if not isinstance(found, Recipe):
+        raise UserError(f"{words} is a {type(found).__name__}, and a recipe must be a stoker.recipe.Recipe.")
+    return found
