@@ -32,6 +32,7 @@ from stoker.recipes.icecube import events
 from stoker.recipes.icecube.batch import unit_vectors
 from stoker.recipes.icecube.recipe import RECIPE
 from stoker.recipes.icecube.simulate import simulate
+from stoker.recipes.icecube.table import open_events
 from stoker.runs.events import EventLog
 from stoker.train.engine import Engine, Trainer
 from stoker.train.loop import train
@@ -173,7 +174,7 @@ def main() -> None:
     emit(line("bf16 matrix product", [peak], "TFLOP/s"))
     best = {preset: measure_preset(preset, root, peak, steps, overrides) for preset in options.presets}
     if options.seed_steps:
-        table, geometry = events.open_events(root), events.open_geometry(root)
+        table, geometry = open_events(root), events.open_geometry(root)
         source, chosen = events.open_pulses(root, table), np.arange(256 if on_gpu else 16)
         labels = [np.asarray(table.columns[name][chosen]) for name in ("azimuth", "zenith")]
         direction, xyz = torch.from_numpy(unit_vectors(*labels)), torch.from_numpy(geometry.xyz)

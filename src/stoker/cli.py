@@ -79,6 +79,8 @@ class Pack:
     keep: Flag = False  # of images: the original bytes, which is the default
     max_classes: int | None = None  # of images: only so many classes
     max_per_class: int | None = None  # of images: only so many training images of each class
+    broken: Literal["few", "skip", "stop"] | None = None  # of images: what those do that cannot be decoded; default few
+    only_present: Flag = False  # of events: the pulse files that are there, where the table lists more
     verify: Flag = False  # compare every value with the source afterwards, or of a store that exists
     json: Flag = False  # print the result as JSON
 
@@ -101,6 +103,8 @@ class Pack:
             "quality",
             "max_classes",
             "max_per_class",
+            "broken",
+            "only_present",
         )
         result = commands.pack_data(self.recipe, PackRequest(**{name: getattr(self, name) for name in names}))
         text = "\n".join(
@@ -145,7 +149,9 @@ class Resume:
         from stoker.launch import commands
 
         if self.gpus is not None:
-            return _in_processes(self.gpus, commands.target_of(self.path, overrides, trusted=self.trust).config.run.device)
+            return _in_processes(
+                self.gpus, commands.target_of(self.path, overrides, trusted=self.trust).config.run.device
+            )
         return _show_outcome(commands.resume(self.path, overrides, trusted=self.trust), as_json=self.json)
 
 
@@ -163,7 +169,9 @@ class Fork:
         from stoker.launch import commands
 
         if self.gpus is not None:
-            return _in_processes(self.gpus, commands.target_of(self.path, overrides, trusted=self.trust).config.run.device)
+            return _in_processes(
+                self.gpus, commands.target_of(self.path, overrides, trusted=self.trust).config.run.device
+            )
         outcome = commands.fork(self.path, overrides, self.checkpoint, trusted=self.trust)
         return _show_outcome(outcome, as_json=self.json)
 

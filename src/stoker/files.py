@@ -1,16 +1,17 @@
 """Files and folders that are either complete or absent: written under a temporary name, renamed at the end."""
 
+import errno
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from stoker import console
-from stoker.errors import UserError
+from stoker.errors import MachineError, UserError
 
 
 @contextmanager
@@ -60,10 +61,21 @@ def check_regular(path: Path) -> None:
 
 
 @contextmanager
-def only_one(lock: Path, waiting: str | None = None) -> Iterator[None]:
-    """One process at a time inside the block; the lock dies with its process. `waiting` is said to those who wait."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("a") as file:
+def only_one(lock: Path, waiting: str | None = None, *, in_work: bool = False) -> Iterator[None]:
+    """One process at a time inside the block; the lock dies with its process. `waiting` is said to those who wait.
+
+    A lock `in_work` lies in a folder that whoever finishes the work renames: then there is nothing left to lock.
+    """
+    if not in_work:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file = lock.open("a")
+    except FileNotFoundError:
+        if not in_work:
+            raise
+        yield
+        return
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -71,6 +83,19 @@ def only_one(lock: Path, waiting: str | None = None) -> Iterator[None]:
                 console.say(waiting)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def said_if_full(stays: Callable[[], str]) -> Iterator[None]:
+    """A full disk as an error that says what is left of the work, and what becomes of it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise MachineError(
+            f"The disk is full ({error}). {stays()} Make room and run the same command again."
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -76,6 +76,8 @@ class PackRequest:
     quality: int | None = None
     max_classes: int | None = None
     max_per_class: int | None = None
+    broken: str | None = None
+    only_present: bool = False
     rank: int = 0
     num_ranks: int = 1
 
@@ -100,8 +102,8 @@ class Recipe:
     presets: Mapping[str, Callable[[], RunConfig]]  # the first one is used when none is named
     open_data: Callable[[RunConfig, torch.device], RunData]
     build_task: Callable[[RunConfig], Task]
-    # (data set, seed of a random order, threads) -> what to pack; None where `pack` does it
-    packing: Callable[[Path, int | None, int], Packing] | None
+    # (what was asked for, threads) -> what to pack; None where `pack` does it
+    packing: Callable[[PackRequest, int], Packing] | None
     # Metrics of each model that was judged, by its name, to a heading and rows for people.
     result_table: Callable[[Mapping[str, Mapping[str, float]]], list[tuple[str, ...]]]
     # An evaluation in depth, written into a folder: (model, data, loader of the validation samples, folder).

@@ -334,6 +334,7 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
 def _yaml(*, pure: bool = False) -> YAML:
     yaml = YAML(typ="safe", pure=True) if pure else YAML()
     yaml.default_flow_style = False
+    yaml.width = 4096  # a long path stays on its line
     # `null` in words: an empty value after a colon looks like a mistake.
     if not pure:
         yaml.representer.add_representer(

@@ -119,7 +119,7 @@ def test_a_resumed_run_ends_with_the_same_weights(stoker: Stoker, trained: tuple
         assert all(torch.equal(first[key], second[key]) for key in first), name
     forked = stoker.json("fork", run, "--train.optimizer", "adamw", "--train.lr", "1e-3", "--train.epochs", "1")
     log = (stoker.folder / forked["run"] / "log.txt").read_text()
-    assert "of another optimizer: ours start anew" in log
+    assert "of another optimizer: those of AdamW start anew" in log
 
 
 def test_data_that_changed_are_not_gone_on_with(stoker: Stoker, trained: tuple[Path, Path]) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,11 @@ def events_of(run: Path | None, kind: str) -> list[dict[str, Any]]:
 
 
 def ranks_of(launcher: int) -> list[psutil.Process]:
-    return [child for child in psutil.Process(launcher).children() if "stoker" in child.cmdline()]
+    found = []
+    for child in psutil.Process(launcher).children():
+        with suppress(psutil.NoSuchProcess):
+            found += [child] if "stoker" in child.cmdline() else []
+    return found
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -174,6 +179,10 @@ def test_the_same_id_with_another_configuration_or_other_data_is_refused(
     assert "data.path was" in other.stderr
 
 
+def logged(run: Path | None) -> int:
+    return len(events_of(run, "step")) if run is not None and (run / "events.jsonl").exists() else 0
+
+
 def test_faults_in_a_row_lose_no_sample(another_stoker: Callable[[str], Stoker], events_dir: Path) -> None:
     whole, tried = another_stoker("whole"), another_stoker("tried")
     words = ["train", "icecube", "--data.path", events_dir, *SMALL, "--train.epochs", "3", "--train.save_every", "2"]
@@ -182,9 +191,11 @@ def test_faults_in_a_row_lose_no_sample(another_stoker: Callable[[str], Stoker],
     dice, run = random.Random(3), None
     faults = 20 if SLOW else 3
     for number in range(faults):
+        before = 0 if run is None else len(events_of(run, "step"))
         process = tried.start(*words, "--gpus", "2") if run is None else tried.start("resume", run, "--gpus", "2")
-        goal = total * (number + 1) / (faults + 2)
-        wait_until(lambda goal=goal: len(tried.losses(tried.only_run())) >= goal, process)  # type: ignore[misc]
+        # As far as this fault may go, and in any case a step of the processes that were started just now.
+        goal = max(1, total * (number + 1) // (faults + 2) - before)
+        wait_until(lambda goal=goal, before=before: logged(tried.only_run()) >= before + goal, process)  # type: ignore[misc]
         ranks, fault = ranks_of(process.pid), dice.choice(["kill a rank", "kill all", "stop", "stop a rank"])
         if fault == "kill a rank":
             starts = len(events_of(tried.only_run(), "start"))
@@ -192,7 +203,8 @@ def test_faults_in_a_row_lose_no_sample(another_stoker: Callable[[str], Stoker],
             wait_until(lambda starts=starts: len(events_of(tried.only_run(), "start")) > starts, process)  # type: ignore[misc]
         if fault in ("kill a rank", "kill all"):
             for one in (psutil.Process(process.pid), *ranks_of(process.pid)):
-                one.kill()
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
         else:
             (dice.choice(ranks) if fault == "stop a rank" else psutil.Process(process.pid)).terminate()
         process.communicate(timeout=100)

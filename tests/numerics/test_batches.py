@@ -20,16 +20,17 @@ from stoker.recipes.icecube.batch import EventBatch, collate
 from stoker.recipes.icecube.data import IceCubeData, open_data, stored_columns
 from stoker.recipes.icecube.model import TwoStageConfig, TwoStageModel
 from stoker.recipes.icecube.resident import ResidentEvents
+from stoker.recipes.icecube.table import open_events
 
 CPU = torch.device("cpu")
 
 
 def read(folder: Path, rows: np.ndarray) -> Ragged:
-    return events.open_pulses(folder, events.open_events(folder)).gather(rows)
+    return events.open_pulses(folder, open_events(folder)).gather(rows)
 
 
 def load(folder: Path, rows: np.ndarray) -> EventBatch:
-    table = events.open_events(folder)
+    table = open_events(folder)
     labels = {name: np.asarray(table.columns[name][rows]) for name in events.LABELS}
     return collate(stored_columns(read(folder, rows)), labels, rows, None).to(CPU)
 
@@ -53,7 +54,7 @@ def assert_same_batch(first: EventBatch, second: EventBatch) -> None:
 
 
 def test_gather_equals_slicing_the_files(events_dir: Path) -> None:
-    table = events.open_events(events_dir)
+    table = open_events(events_dir)
     rows = np.random.default_rng(0).permutation(len(table))[:97]
     pulses = read(events_dir, rows)
     meta = pq.read_table(events_dir / "train_meta.parquet").to_pylist()
@@ -115,7 +116,7 @@ def test_direct_and_packed_thinning_keep_the_cap_and_coincident_pulses(events_di
 
 @pytest.mark.parametrize("cap", [None, 40])
 def test_resident_events_give_the_same_batch_as_the_store(events_dir: Path, tmp_path: Path, cap: int | None) -> None:
-    table = events.open_events(events_dir)
+    table = open_events(events_dir)
     pack(tmp_path / "store", events.packing(events_dir, table), threads=2)
     rows = np.sort(np.random.default_rng(3).permutation(450)[:50])
     resident = ResidentEvents(open_store(tmp_path / "store"), CPU)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from stoker.recipe import RunConfig
-from stoker.recipes.icecube import events
 from stoker.recipes.icecube.baselines import line_fit
 from stoker.recipes.icecube.batch import EventBatch
 from stoker.recipes.icecube.data import IceCubeData, load_rows, open_data
@@ -21,6 +20,7 @@ from stoker.recipes.icecube.model import TwoStageConfig
 from stoker.recipes.icecube.perturb import CHANGES, DEAD_SHARE
 from stoker.recipes.icecube.recipe import RECIPE
 from stoker.recipes.icecube.report import calibration, read_truth
+from stoker.recipes.icecube.table import open_events
 from stoker.recipes.icecube.task import DirectionTask, azimuth_zenith
 from stoker.recipes.icecube.track_fit import track_fit
 
@@ -115,7 +115,7 @@ def test_changed_batches_are_whole(events_dir: Path, name: str) -> None:
 
 
 def test_the_likelihood_fit_beats_the_line_fit_on_tracks(events_dir: Path) -> None:
-    table = events.open_events(events_dir)
+    table = open_events(events_dir)
     truth = read_truth(events_dir, table, np.arange(len(table)))
     tracks = np.flatnonzero(truth["kind"] == "track")
     batch, xyz = load(events_dir, tracks), torch.from_numpy(standard_geometry().xyz)

@@ -14,10 +14,11 @@ from stoker.data.samples import SampleTable, new_table, open_table, shard_rows, 
 from stoker.data.store import open_store
 from stoker.errors import UserError
 from stoker.recipes.icecube import events
+from stoker.recipes.icecube.table import open_events
 
 
 def packed(folder: Path, out: Path, shuffled: int | None = None) -> tuple[Packing, Path]:
-    packing = events.packing(folder, events.open_events(folder), shuffled)
+    packing = events.packing(folder, open_events(folder), shuffled)
     pack(out, packing, threads=2)
     return packing, out
 
@@ -75,7 +76,7 @@ def test_a_shuffled_store_holds_the_same_samples_in_a_random_order(events_dir: P
 
 
 def test_ranks_share_the_files_and_the_last_one_completes_the_store(events_dir: Path, tmp_path: Path) -> None:
-    packing = events.packing(events_dir, events.open_events(events_dir))
+    packing = events.packing(events_dir, open_events(events_dir))
     assert pack(tmp_path / "shared", packing, threads=1, rank=0, num_ranks=2) is None
     assert not (tmp_path / "shared").exists()
     assert pack(tmp_path / "shared", packing, threads=1, rank=1, num_ranks=2) is not None
@@ -100,10 +101,10 @@ def test_a_damaged_store_is_noticed(events_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_pack_begun_from_other_data_is_not_gone_on_with(own_events: Path, tmp_path: Path) -> None:
-    packing = events.packing(own_events, events.open_events(own_events))
+    packing = events.packing(own_events, open_events(own_events))
     pack(tmp_path / "store", packing, threads=1, rank=0, num_ranks=2)
     (own_events / "train" / "batch_1.parquet").touch()
-    changed = events.packing(own_events, events.open_events(own_events))
+    changed = events.packing(own_events, open_events(own_events))
     with pytest.raises(UserError, match="other data"):
         pack(tmp_path / "store", changed, threads=1, rank=1, num_ranks=2)
 
@@ -147,7 +148,7 @@ def test_any_ragged_columns_can_be_packed(tmp_path: Path) -> None:
 
 
 def test_a_split_by_hash_is_stable_and_disjoint(events_dir: Path, tmp_path: Path) -> None:
-    table = events.open_events(events_dir)
+    table = open_events(events_dir)
     split = split_by_hash(table, 0.2, tmp_path)
     training = split.training.rows(np.arange(len(split.training)))
     held = split.validation.rows(np.arange(len(split.validation)))
@@ -158,10 +159,10 @@ def test_a_split_by_hash_is_stable_and_disjoint(events_dir: Path, tmp_path: Path
 
 
 def test_a_changed_source_makes_the_table_anew(own_events: Path) -> None:
-    first = events.open_events(own_events).fingerprint
-    assert events.open_events(own_events).fingerprint == first
+    first = open_events(own_events).fingerprint
+    assert open_events(own_events).fingerprint == first
     (own_events / "train" / "batch_1.parquet").touch()
-    assert events.open_events(own_events).fingerprint != first
+    assert open_events(own_events).fingerprint != first
 
 
 def test_the_manifest_names_every_shard_with_its_checksums(events_dir: Path, tmp_path: Path) -> None:

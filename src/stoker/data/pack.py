@@ -6,16 +6,14 @@ done has a file there with its checksums, so a killed pack goes on where it was,
 the same byte for byte.
 """
 
-import fcntl
 import json
 import os
 import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker import console
+from stoker.data.checksums import checksums, write_manifest
 from stoker.data.order import ExactOrder
 from stoker.data.ragged import Array, Indices, offsets_of, range_indices
 from stoker.data.samples import PLACE_COLUMNS, SampleTable, new_table, open_table, shard_rows
 from stoker.data.store import MANIFEST, VERSION, PackedStore, column_path, open_store
 from stoker.errors import MachineError, UserError
-from stoker.files import sync_folder, write_json
+from stoker.files import only_one, said_if_full, sync_folder, write_json
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,19 @@ def pack(out: Path, packing: Packing, *, threads: int, rank: int = 0, num_ranks:
     if out.exists():
         raise UserError(f"{out} exists already. Choose another name, or remove it to pack again.")
     work = out.with_name(f".{out.name}.packing")
+
+    def stays() -> str:
+        done = len(list((work / "done").glob("*.json")))
+        return f"{work} stays, with {done} of {len(packing.table.shards)} files done, and will be used."
+
+    with said_if_full(stays):
+        return _pack(out, work, packing, threads, rank, num_ranks)
+
+
+def _pack(out: Path, work: Path, packing: Packing, threads: int, rank: int, num_ranks: int) -> PackedStore | None:
+    if (work / MANIFEST).is_file():  # killed between the last file and the new name
+        work.rename(out)
+        return open_store(out)
     _prepare(work, packing, rank)
     todo = [
         shard for shard in range(rank, len(packing.table.shards), num_ranks) if not _done_path(work, shard).exists()
@@ -79,13 +91,13 @@ def pack(out: Path, packing: Packing, *, threads: int, rank: int = 0, num_ranks:
         writer = _Writer(work, packing)
         for _ in pool.map(writer.write_shard, todo):
             bar.advance()
-    with only_one(work):
+    with only_one(work / "lock", in_work=True):
         if out.exists():  # another rank was quicker
             return open_store(out)
         if not all(_done_path(work, shard).exists() for shard in range(len(packing.table.shards))):
             console.say(f"rank {rank} is done; other ranks still work on {out}.")
             return None
-        _complete(work, packing)
+        _complete(work, packing, threads)
         work.rename(out)
         sync_folder(out.parent)
     return open_store(out)
@@ -242,7 +254,7 @@ def _same(first: Array, second: Array) -> npt.NDArray[np.bool_]:
     return np.asarray((first == second) | ((first != first) & (second != second)))
 
 
-def _complete(work: Path, packing: Packing) -> None:
+def _complete(work: Path, packing: Packing, threads: int) -> None:
     shards = []
     for number, name in enumerate(packing.table.shards):
         shards.append({"name": name, **json.loads(_done_path(work, number).read_text())})
@@ -250,7 +262,9 @@ def _complete(work: Path, packing: Packing) -> None:
         shutil.copyfile(path, work / name)
     kinds = {name: np.dtype(kind).str for name, kind in packing.columns.items()}
     num_rows = int(packing.table.columns["count"].sum(dtype=np.int64))
-    write_json(
+    names = [*(f"columns/{name}.bin" for name in packing.columns), *packing.files]
+    names += sorted(f"table/{path.name}" for path in (work / "table").iterdir())
+    write_manifest(
         work / MANIFEST,
         {
             "version": VERSION,
@@ -260,6 +274,7 @@ def _complete(work: Path, packing: Packing) -> None:
             "shuffled": packing.shuffled,
             "extra": dict(packing.extra),
             "shards": shards,
+            "files": checksums(work, names, threads),
         },
     )
     shutil.rmtree(work / "done")
@@ -278,16 +293,3 @@ def _packed_rows(packing: Packing, rows: Indices) -> Indices:
 
 def _done_path(work: Path, shard: int) -> Path:
     return work / "done" / f"{shard:06d}.json"
-
-
-@contextmanager
-def only_one(work: Path) -> Iterator[None]:
-    """A lock that dies with its process."""
-    try:
-        file = (work / "lock").open("w")
-    except FileNotFoundError:  # the store was completed and renamed by another rank
-        yield
-        return
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from stoker.data.quarantine import BadShard
 from stoker.data.ragged import Array, Indices, Ragged, offsets_of, range_indices
 from stoker.data.samples import SampleTable
 from stoker.errors import UserError
+from stoker.files import check_regular
 
 
 class ParquetSource:
@@ -101,9 +103,9 @@ class ParquetSource:
             with named_if_damaged(path):
                 file = open_parquet(path, names, self.metadata(shard))
                 table = file.read_row_group(group, columns=names, use_threads=False)
+                return {name: as_array([table.column(name)], kind, name, path) for name, kind in self._types.items()}
         except UserError as error:
             raise BadShard(shard, str(error)) from error
-        return {name: table.column(name).to_numpy().astype(kind, copy=False) for name, kind in self._types.items()}
 
     def group_starts(self, shard: int) -> Indices:
         """Row at which each row group of a shard starts, and the number of rows at the end."""
@@ -146,27 +148,74 @@ def named_if_damaged(path: Path) -> Iterator[None]:
     """Turns what pyarrow says of damaged content into an error that names the file."""
     try:
         yield
-    except (OSError, pa.ArrowInvalid) as error:
+    except PermissionError as error:
+        raise UserError(f"{path} may not be read: {error.strerror or error}.") from error
+    except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path} is damaged and cannot be read ({error}). Fetch it again.") from error
 
 
 def open_parquet(path: Path, columns: Sequence[str] = (), metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
     """Opens a Parquet file that has these columns, or says what is wrong with it; with its footer if that is known."""
     try:
+        check_regular(path)
         file = pq.ParquetFile(path, metadata=metadata, memory_map=True)
+        found = file.schema_arrow.names
     except FileNotFoundError:
         raise UserError(f"The file {path} is missing.") from None
-    except (OSError, pa.ArrowInvalid) as error:
+    except PermissionError as error:
+        raise UserError(f"{path} may not be read: {error.strerror or error}.") from error
+    except (OSError, pa.ArrowException) as error:
         raise UserError(
             f"{path} is not a complete Parquet file ({error}). It may have been cut short while it was "
             f"copied: fetch it again."
         ) from error
-    missing = [name for name in columns if name not in file.schema_arrow.names]
+    missing = [name for name in columns if name not in found]
     if missing:
-        raise UserError(
-            f"{path} lacks the column(s) {', '.join(missing)}; it has {', '.join(file.schema_arrow.names)}."
-        )
+        raise UserError(f"{path} lacks the column(s) {', '.join(missing)}; it has {', '.join(found)}.")
     return file
+
+
+def as_array(columns: Sequence[pa.ChunkedArray], kind: npt.DTypeLike, name: str, path: Path) -> Array:
+    """One array of the type wanted, converted while it is put together. What would not survive that is an error."""
+    chunks = [chunk for column in columns for chunk in column.chunks]
+    dtype = np.dtype(kind)
+    out = np.empty(sum(map(len, chunks)), dtype)
+    at = 0
+    for chunk in chunks:
+        if chunk.null_count:
+            raise UserError(
+                f"{path}: the column {name} has {chunk.null_count:,} empty values where each must have one."
+            )
+        values = _as_numpy(chunk)
+        _check_fits(values, dtype, name, path)
+        out[at : at + len(chunk)] = values
+        at += len(chunk)
+    return out
+
+
+def _as_numpy(chunk: pa.Array) -> Array:
+    if not pa.types.is_boolean(chunk.type):
+        return np.asarray(chunk.to_numpy(zero_copy_only=False))
+    # Bits to bytes: several times quicker than arrow's own conversion.
+    bits = np.frombuffer(chunk.buffers()[1], np.uint8)
+    return np.unpackbits(bits, count=chunk.offset + len(chunk), bitorder="little")[chunk.offset :].view(np.bool_)
+
+
+def _check_fits(values: Array, kind: np.dtype[Any], name: str, path: Path) -> None:
+    """A number that a conversion would wrap around or cut off is another number."""
+    if values.dtype == kind or not len(values):
+        return
+    if values.dtype.kind not in {"b": "b", "i": "iuf", "u": "iuf", "f": "iuf"}[kind.kind]:
+        raise UserError(f"{path}: the column {name} holds {values.dtype} where {kind} is needed.")
+    if kind.kind not in "iu":
+        return
+    # Two passes over what lies in the cache; comparing every value would take several times as long.
+    low, high, limits = values.min(), values.max(), np.iinfo(kind)
+    if not (low >= limits.min and high <= limits.max):
+        wrong = low if not low >= limits.min else high
+        raise UserError(f"{path}: the column {name} holds {wrong}, outside {limits.min} .. {limits.max}.")
+    if values.dtype.kind == "f" and (values != np.floor(values)).any():
+        raise UserError(f"{path}: the column {name} holds fractions where whole numbers are needed.")
 
 
 def _size(group: Mapping[str, Array]) -> int:

@@ -23,7 +23,7 @@ from stoker.errors import UserError
 from stoker.files import new_folder, write_bytes, write_json
 
 MANIFEST = "samples.json"
-VERSION = 2  # of the folder's format; a table of another version is made again
+VERSION = 3  # of the folder's format; a table of another version is made again
 BLOCK = 1 << 22  # rows looked at together where a whole column must be read
 PLACE_COLUMNS = {"shard": np.int32, "first": np.int64, "count": np.int32, "id": np.int64}
 
@@ -56,17 +56,25 @@ class TableWriter:
         self.blocks: Indices | None = None
         self.unreadable: dict[int, str] = {}
         self._per_shard = np.zeros(num_shards, np.int64)
-        self._filled, self._last_shard, self._in_shard_order = 0, 0, True
+        self.filled, self._last_shard, self._in_shard_order = 0, 0, True
 
     def append(self, chunk: Mapping[str, Array]) -> None:
         size = len(chunk["id"])
+        if not size:
+            return
         for name, column in self.columns.items():
-            column[self._filled : self._filled + size] = chunk[name]
-        self._filled += size
+            column[self.filled : self.filled + size] = chunk[name]
+        self.filled += size
         shards = np.append(self._last_shard, chunk["shard"])
         self._in_shard_order &= bool((shards[1:] >= shards[:-1]).all())
         self._last_shard = int(shards[-1])
         self._per_shard += np.bincount(chunk["shard"], minlength=len(self._per_shard))
+
+    def sort(self, order: Indices) -> None:
+        """Puts all rows into the order of storage, which this is."""
+        for column in self.columns.values():
+            column[:] = column[order]
+        self._in_shard_order = True
 
     @property
     def shard_starts(self) -> Indices | None:
@@ -105,17 +113,36 @@ def open_table(folder: Path) -> SampleTable | None:
         if manifest.get("version") != VERSION:
             return None
         columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in manifest["columns"]}
-    except (OSError, ValueError, KeyError):
+        blocks = np.load(folder / "blocks.npy") if (folder / "blocks.npy").exists() else None
+        starts = manifest["shard_starts"]
+        table = SampleTable(
+            shards=tuple(map(str, manifest["shards"])),
+            columns=columns,
+            fingerprint=str(manifest["fingerprint"]),
+            shard_starts=None if starts is None else np.array(starts, np.int64),
+            unreadable={int(shard): str(reason) for shard, reason in manifest["unreadable"]},
+            blocks=blocks,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError, OverflowError):
         return None
-    blocks = np.load(folder / "blocks.npy") if (folder / "blocks.npy").exists() else None
-    return SampleTable(
-        shards=tuple(manifest["shards"]),
-        columns=columns,
-        fingerprint=manifest["fingerprint"],
-        shard_starts=None if manifest["shard_starts"] is None else np.array(manifest["shard_starts"], np.int64),
-        unreadable=dict(manifest["unreadable"]),
-        blocks=blocks,
-    )
+    return table if _is_consistent(table) else None
+
+
+def _is_consistent(table: SampleTable) -> bool:
+    """What can be seen without reading a column: kinds and lengths, and borders that rise from 0 to the last row."""
+    columns, size = table.columns, len(table.columns["id"]) if "id" in table.columns else -1
+    if not all(name in columns and columns[name].dtype == kind for name, kind in PLACE_COLUMNS.items()):
+        return False
+    if any(column.shape != (size,) for column in columns.values()):
+        return False
+    for borders, end in ((table.shard_starts, size), (table.blocks, None)):
+        if borders is None:
+            continue
+        if borders.ndim != 1 or borders.dtype != np.int64 or not len(borders) or borders[0] != 0:
+            return False
+        if (np.diff(borders) < 0).any() or borders[-1] > size or (end is not None and borders[-1] != end):
+            return False
+    return table.shard_starts is None or len(table.shard_starts) == len(table.shards) + 1
 
 
 class Subset(Protocol):

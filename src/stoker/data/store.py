@@ -4,7 +4,6 @@ A store is a folder with store.json (columns, checksums), columns/NAME.bin, and 
 of the whole store. `stoker.data.pack` writes it.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from stoker.data.checksums import Verification, read_manifest
 from stoker.data.ragged import Array, Indices, Ragged, range_indices
 from stoker.data.samples import SampleTable, open_table
 from stoker.errors import UserError
+from stoker.files import check_regular
 
 MANIFEST = "store.json"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class PackedStore:
     table: SampleTable
     columns: Mapping[str, Array]  # memory-mapped
     manifest: Mapping[str, Any]
+    verification: Verification
 
     @property
     def num_rows(self) -> int:
@@ -37,9 +39,12 @@ class PackedStore:
 
     def gather(self, rows: Indices) -> Ragged:
         """The rows of these samples, in the order asked for."""
-        first = np.asarray(self.table.columns["first"][rows])
-        indices, offsets = range_indices(first, np.asarray(self.table.columns["count"][rows]))
-        # Every index lies inside (checked when the store was packed), so take need not check again.
+        self.verification.check()
+        first, count = (np.asarray(self.table.columns[name][rows]) for name in ("first", "count"))
+        if len(rows) and (first.min() < 0 or count.min() < 0 or (first + count).max() > self.num_rows):
+            raise UserError(f"{self.path} is damaged: its table points beyond the end of its columns. Pack it again.")
+        indices, offsets = range_indices(first, count)
+        # Every index lies inside, so take need not look at each of them.
         columns = {name: column.take(indices, mode="clip") for name, column in self.columns.items()}
         return Ragged(columns, offsets)
 
@@ -54,18 +59,24 @@ def is_store(path: Path) -> bool:
 def open_store(path: Path) -> PackedStore:
     """Opens a store; a file that is missing or has another size than it should is an error."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a packed store: its {MANIFEST} cannot be read ({error}).") from error
-    if manifest.get("version") != VERSION:
+        check_regular(path / MANIFEST)
+        manifest = read_manifest(path / MANIFEST)
+        version = manifest["version"]
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise UserError(
-            f"{path} was packed in format {manifest.get('version')}, and this version reads format {VERSION}: pack it again."
+            f"{path} is not a packed store: its {MANIFEST} cannot be read ({error}). Pack it again."
+        ) from error
+    if version != VERSION:
+        raise UserError(
+            f"{path} was packed in format {version}, and this version reads format {VERSION}: pack it again."
         )
+    # Before anything is mapped: a file that is too short would end the process.
+    verification = Verification(path, manifest["files"])
     table = open_table(path / "table")
-    if table is None:
-        raise UserError(f"{path} lacks its sample table: pack it again.")
+    if table is None or len(table) != manifest["num_samples"]:
+        raise UserError(f"The sample table in {path / 'table'} is missing or damaged: pack it again.")
     columns = {name: _map_column(path, name, kind, manifest["num_rows"]) for name, kind in manifest["columns"].items()}
-    return PackedStore(path, table, columns, manifest)
+    return PackedStore(path, table, columns, manifest, verification)
 
 
 def column_path(path: Path, name: str) -> Path:

@@ -8,9 +8,9 @@ sample) fall back to reading at any place.
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stoker.data.cache import ByteCache
-from stoker.data.parquet import ParquetSource, named_if_damaged, open_parquet
+from stoker.data.parquet import ParquetSource, as_array, named_if_damaged, open_parquet
 from stoker.data.quarantine import BadShard
 from stoker.data.ragged import Array, Indices, Ragged, offsets_of, range_indices
 from stoker.data.samples import SampleTable
@@ -64,6 +64,7 @@ class WindowSource:
         self._anywhere = ParquetSource(root, table, columns, cache_bytes // 8)
         self._cache: ByteCache[tuple[int, int], _Block] = ByteCache(cache_bytes - cache_bytes // 8)
         self._course: _Course | None = None
+        self._bad: set[int] = set()  # shards that could not be read
         self._lock = threading.Lock()
 
     def follow(self, sort_keys: SortKeys, blocks: Indices) -> None:
@@ -104,12 +105,22 @@ class WindowSource:
         return {number: found.get(number) or self._cache.get(*self._recipe(number, course)) for number in numbers}
 
     def _read_ahead(self, numbers: list[int], course: "_Course") -> None:
-        """Decodes the block that comes next, so that no batch has to wait for it."""
+        """Decodes the block that comes next, so that no batch has to wait for it.
+
+        A bad one is left to the batch that needs it: that one names its samples, and can do without them.
+        """
         newest = max(course.place[number] for number in numbers)
         for number in course.blocks[newest + 1 : newest + 1 + READ_AHEAD].tolist():
-            if not self._cache.has(key := (course.turn, number)) and not self._cache.is_busy(key):
-                self._cache.get_unless_busy(*self._recipe(number, course))
+            if self._shard_of(number) in self._bad or self._cache.has(key := (course.turn, number)):
+                continue
+            if not self._cache.is_busy(key):
+                with suppress(BadShard):
+                    self._cache.get_unless_busy(*self._recipe(number, course))
                 return
+
+    def _shard_of(self, block: int) -> int:
+        assert self._table.blocks is not None
+        return int(self._table.columns["shard"][self._table.blocks[block]])
 
     def _let_go(self, blocks: "dict[int, _Block]", parts: "list[tuple[_Block, int, int]]", course: "_Course") -> None:
         """Every sample comes once: a block whose samples are all delivered is not needed again."""
@@ -150,9 +161,13 @@ class WindowSource:
                 file = open_parquet(path, names, self._anywhere.metadata(shard))
                 parts = [file.read_row_groups(list(range(low, high + 1)), columns=names, use_threads=False)]
                 parts += _first_rows(file, high + 1, end - int(starts[high + 1]), names)
+                raw = {
+                    name: as_array([part.column(name) for part in parts], kind, name, path)
+                    for name, kind in self._types.items()
+                }
         except UserError as error:
+            self._bad.add(shard)
             raise BadShard(shard, str(error)) from error
-        raw = {name: _joined([part.column(name) for part in parts], kind) for name, kind in self._types.items()}
         return raw, int(starts[low])
 
 
@@ -167,25 +182,6 @@ def _first_rows(file: pq.ParquetFile, group: int, num_rows: int, names: list[str
             if num_rows <= 0:
                 break
     return parts
-
-
-def _joined(columns: list[pa.ChunkedArray], kind: np.dtype[Any]) -> Array:
-    """One array of the type wanted, converted while it is put together."""
-    chunks = [chunk for column in columns for chunk in column.chunks]
-    out = np.empty(sum(map(len, chunks)), kind)
-    at = 0
-    for chunk in chunks:
-        out[at : at + len(chunk)] = _as_numpy(chunk)
-        at += len(chunk)
-    return out
-
-
-def _as_numpy(chunk: pa.Array) -> Array:
-    if not pa.types.is_boolean(chunk.type) or chunk.null_count:
-        return np.asarray(chunk.to_numpy(zero_copy_only=False))
-    # Bits to bytes: several times quicker than arrow's own conversion.
-    bits = np.frombuffer(chunk.buffers()[1], np.uint8)
-    return np.unpackbits(bits, count=chunk.offset + len(chunk), bitorder="little")[chunk.offset :]
 
 
 def _join(parts: list[tuple[_Block, int, int]], names: list[str]) -> tuple[Ragged, Indices]:

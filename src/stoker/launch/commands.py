@@ -1,5 +1,6 @@
 """What the commands do with a run: start it, go on with it, fork, evaluate, predict, export; and packing."""
 
+import errno
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -149,7 +150,9 @@ def _report(run: RunFolder, recipe: Recipe, model: Trained, parts: Parts, metric
     try:
         with new_folder(folder, force=False, marker="report.json") as partial:
             recipe.report(model, parts.data, parts.validation, partial)
-    except PermissionError as error:
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
         console.say(f"No tables and plots: {folder} cannot be written ({error.strerror}).")
         return
     console.say(f"tables and plots: {folder}")
@@ -216,7 +219,7 @@ def pack_data(recipe_name: str, request: PackRequest) -> Mapping[str, Any]:
     request = replace(request, rank=rank, num_ranks=num_ranks)
     if recipe.pack is not None:
         return recipe.pack(request)
-    for name in ("short_side", "quality", "max_classes", "max_per_class"):
+    for name in ("short_side", "quality", "max_classes", "max_per_class", "broken"):
         if getattr(request, name) is not None:
             raise UserError(
                 f"--{name.replace('_', '-')} is for images; the recipe {recipe.name} packs nothing of the kind."
@@ -224,7 +227,7 @@ def pack_data(recipe_name: str, request: PackRequest) -> Mapping[str, Any]:
     num_threads = request.threads or LoaderConfig().num_threads
     if recipe.packing is None:
         raise UserError(f"The recipe {recipe.name} has nothing to pack.")
-    packing = recipe.packing(request.source, request.shuffled, num_threads)
+    packing = recipe.packing(request, num_threads)
     if request.verify and is_store(request.out):
         store = open_store(request.out)
     else:

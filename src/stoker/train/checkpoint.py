@@ -114,7 +114,7 @@ class Saver:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            if not isinstance(error, OSError):
+            if not isinstance(error, OSError | SafetensorError):
                 raise error
             raise MachineError(
                 f"A checkpoint could not be written to {self._folder}: {error}. The earlier ones are complete; make room, "

@@ -19,6 +19,13 @@ class LogConfig:
     project: str = "stoker"
     offline: bool = False  # of wandb: write to disk, `wandb sync` later
 
+    def without_effect(self) -> dict[str, str]:
+        """Keys that change nothing beside the others, and why."""
+        if self.tracker is None:
+            return dict.fromkeys(("project", "offline"), "log.tracker is not set")
+        found = {} if self.tracker == "wandb" else {"offline": f"log.tracker is {self.tracker}"}
+        return found | ({"project": "tensorboard knows no projects"} if self.tracker == "tensorboard" else {})
+
 
 class Tracker(Protocol):
     def log(self, numbers: dict[str, float], step: int) -> None: ...

@@ -19,6 +19,7 @@ from stoker.recipes.icecube.baselines import line_fit
 from stoker.recipes.icecube.batch import EventBatch, collate
 from stoker.recipes.icecube.data import stored_columns
 from stoker.recipes.icecube.losses import angle_between
+from stoker.recipes.icecube.table import open_events
 
 MOST_EVENTS = 200_000  # looked at; more would not change a figure
 EVENTS_AT_ONCE = 2_000
@@ -39,7 +40,7 @@ class Figure:
 
 def check_events(root: Path) -> list[Figure]:
     """Compares the first events of a directory in the Kaggle layout, real or simulated."""
-    table = events.open_events(root)
+    table = open_events(root)
     source = events.open_pulses(root, table)
     xyz = torch.from_numpy(events.open_geometry(root).xyz)
     collected: dict[str, list[Array]] = {}

@@ -1,6 +1,6 @@
 """Where the events of a run come from: read directly, packed, or resident on the GPU, as the configuration says."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,11 +25,13 @@ from stoker.data.store import PackedStore, is_store, open_store
 from stoker.data.thin import thin
 from stoker.data.window import WindowSource
 from stoker.errors import UserError
+from stoker.files import only_one
 from stoker.recipe import RunConfig, RunData
 from stoker.recipes.icecube import events
 from stoker.recipes.icecube.batch import AUXILIARY, FIRST_OF_DOM, EventBatch, HostBatch, collate
 from stoker.recipes.icecube.resident import ResidentEvents
 from stoker.recipes.icecube.simulate import simulate
+from stoker.recipes.icecube.table import Part, check_layout, open_events
 from stoker.settings import AlsoCalled, config
 
 # Host memory that a pulse needs on its way: nine bytes gathered, eight for its index, and as much again in between.
@@ -48,6 +50,7 @@ class IceCubeData:
     mode: Literal["auto", "direct", "packed", "resident"] = "auto"  # auto packs once, if the disk has room
     split: Literal["files", "hash"] = "files"  # what is held out: whole files, or events by a hash of their id
     validation: Annotated[float, Field(gt=0, lt=1)] | tuple[int, ...] = 0.05  # share held out, or numbers of files
+    only_present: bool = False  # use the pulse files that are there, where train_meta.parquet lists more
     resident_share: Annotated[float, Field(gt=0, le=0.9)] = 0.3  # of the GPU's free memory that events may take
     simulate_events: Annotated[int, Field(ge=10)] = 60_000  # when there is no path
     simulate_files: Annotated[int, Field(ge=2)] = 12
@@ -61,8 +64,12 @@ class IceCubeData:
         found: dict[str, str] = {}
         if self.path is not None:
             found |= dict.fromkeys(("simulate_events", "simulate_files"), "data.path is given, nothing is simulated")
+        else:
+            found["only_present"] = "all files of a simulated set are there"
         if self.mode in ("direct", "packed"):
             found["resident_share"] = f"data.mode is {self.mode}"
+        if self.mode in ("packed", "resident"):
+            found["loader.window"] = f"data.mode is {self.mode}, whose order is exact"
         return found
 
 
@@ -81,7 +88,7 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
     root = data_root(run)
     opened = _open(root, run.data, run.loader, device)
     quarantine = Quarantine(opened.table, run.loader.bad_shards)
-    split = _split(opened.table, run.data, quarantine)
+    split = _split(opened.table, run.data, quarantine.shards)
     order: Orders = _exact_orders
     if isinstance(opened.source, WindowSource):
         order = _window_orders(opened.source, opened.table, run.loader)
@@ -125,8 +132,8 @@ def open_all(run: RunConfig) -> AllEvents:
         packed = open_store(root)
         opened, cache_bytes = _Opened(packed, packed.table, "packed", grouped=True, root=root), 0
     else:
-        part: events.Part = "test" if (root / "test_meta.parquet").exists() else "train"
-        table = events.open_events(root, part=part)
+        part: Part = "test" if (root / "test_meta.parquet").exists() else "train"
+        table = open_events(root, part=part, only_present=run.data.only_present)
         cache_bytes = _cache_bytes(run.loader)
         source = events.open_pulses(root, table, cache_bytes)
         opened = _Opened(source, table, "direct", grouped=False, root=root)
@@ -157,8 +164,13 @@ def _open(root: Path, config: IceCubeData, loader: LoaderConfig, device: torch.d
     if is_store(root):
         if config.mode == "direct":
             raise UserError(f"data.mode is direct, and {root} is a packed store: use packed or auto.")
+        events.open_geometry(root)
         return _opened_store(open_store(root), config, device)
-    table = events.open_events(root)
+    check_layout(root)
+    events.open_geometry(root)  # before anything that takes long
+    table = open_events(root, only_present=config.only_present)
+    if not table.unreadable:
+        _split(table, config, ())
     if config.mode == "direct" or (config.mode == "auto" and not _may_pack(root, table)):
         _check_window(table, loader)
         return _Opened(events.open_window(root, table, _cache_bytes(loader)), table, "direct", grouped=False, root=root)
@@ -195,22 +207,22 @@ def _may_pack(root: Path, table: SampleTable) -> bool:
 
 def _packed_copy(root: Path, table: SampleTable, loader: LoaderConfig) -> PackedStore:
     path = _copy_path(table)
-    if not is_store(path):
+    with only_one(path.with_name(f".{path.name}.lock"), f"Another process packs {root}: waiting for it."):
+        if is_store(path):
+            return open_store(path)
         console.say(f"Packing {len(table):,} events of {root} into {path}, once; --data.mode direct does without.")
-        path.parent.mkdir(parents=True, exist_ok=True)
         packing = events.packing(root, table, threads=loader.num_threads)
         packed = pack(path, packing, threads=loader.num_threads)
         assert packed is not None, "a single rank completes its own store"
         return packed
-    return open_store(path)
 
 
 def _copy_path(table: SampleTable) -> Path:
     return cache_folder() / "packed" / f"icecube-{store.VERSION}.{samples.VERSION}-{table.fingerprint[:16]}"
 
 
-def _split(table: SampleTable, config: IceCubeData, quarantine: Quarantine) -> Split:
-    folder, left_out = cache_folder() / "splits", quarantine.shards
+def _split(table: SampleTable, config: IceCubeData, left_out: Collection[int]) -> Split:
+    folder = cache_folder() / "splits"
     if config.split == "hash":
         assert isinstance(config.validation, float), "checked by IceCubeData"
         return split_by_hash(table, config.validation, folder, left_out)
@@ -294,17 +306,25 @@ def _read(opened: _Opened, quarantine: Quarantine, micro: MicroBatch) -> _Read:
     while True:
         rows = quarantine.usable(micro.rows)
         try:
-            if isinstance(opened.source, WindowSource):
-                pulses, rows = opened.source.gather(rows)
-            else:
-                pulses = opened.source.gather(rows)
+            return _read_rows(opened, micro, rows)
         except BadShard as error:
+            if error.shard not in opened.table.columns["shard"][rows]:
+                raise  # none of its samples was asked for: trying again would find it again
             quarantine.add(error)
-            continue
-        if not opened.grouped:
-            events.check_pulses(opened.root, opened.table, rows, pulses.columns, pulses.offsets)
-            return _Read(micro, rows, stored_columns(pulses), None)
-        return _Read(micro, rows, pulses, np.asarray(opened.table.columns["doms"][rows]))
+
+
+def _read_rows(opened: _Opened, micro: MicroBatch, rows: Indices) -> _Read:
+    if isinstance(opened.source, WindowSource):
+        pulses, rows = opened.source.gather(rows)
+    else:
+        pulses = opened.source.gather(rows)
+    if not opened.grouped:
+        events.check_pulses(opened.root, opened.table, rows, pulses.columns, pulses.offsets)
+        return _Read(micro, rows, stored_columns(pulses), None)
+    doms = np.asarray(opened.table.columns["doms"][rows])
+    if (doms < 0).any() or (doms > np.diff(pulses.offsets)).any():
+        raise UserError(f"{opened.root} is damaged: an event has more DOMs than pulses. Pack it again.")
+    return _Read(micro, rows, pulses, doms)
 
 
 def stored_columns(pulses: Ragged) -> Ragged:
@@ -336,7 +356,10 @@ def _thin(read: _Read, table: SampleTable, cap: int, *, grouped: bool) -> _Read:
 def _simulated(num_events: int, num_files: int, seed: int, device: str) -> Path:
     """Made on the GPU where the run uses one: much faster, and other events for the same seed."""
     folder = cache_folder() / "simulated" / f"icecube-{num_events}-{num_files}-{seed}-{device}"
-    if not (folder / "train_meta.parquet").exists():
-        console.say(f"No data.path was given: simulating {num_events:,} events into {folder}.")
-        simulate(folder, num_events=num_events, num_files=num_files, seed=seed, device=device, force=True)
+    with only_one(
+        folder.with_name(f".{folder.name}.lock"), "Another process simulates the same events: waiting for it."
+    ):
+        if not (folder / "train_meta.parquet").exists():
+            console.say(f"No data.path was given: simulating {num_events:,} events into {folder}.")
+            simulate(folder, num_events=num_events, num_files=num_files, seed=seed, device=device, force=True)
     return folder

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.errors import UserError
+from stoker.files import check_regular
 
 NUM_STRINGS = 86
 DOMS_PER_STRING = 60
@@ -55,6 +56,7 @@ def standard_geometry() -> Geometry:
 
 def read_geometry(path: Path) -> Geometry:
     """Positions from a Kaggle `sensor_geometry.csv` (columns sensor_id, x, y, z; every sensor exactly once)."""
+    check_regular(path)
     try:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
@@ -72,7 +74,7 @@ def read_geometry(path: Path) -> Geometry:
     try:
         sensor = np.array([int(row["sensor_id"]) for row in rows])
         xyz = np.array([[float(row[axis]) for axis in "xyz"] for row in rows], dtype=np.float32)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"The geometry {path} holds a value that is not a number ({error}).") from error
     _check_sensors(path, sensor, xyz)
     ordered = np.empty((NUM_SENSORS, 3), np.float32)

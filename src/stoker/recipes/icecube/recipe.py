@@ -8,12 +8,13 @@ import torch
 
 from stoker.data.loader import Loader, LoaderConfig
 from stoker.data.pack import Packing
-from stoker.recipe import Recipe, RunConfig, RunData, Trained
+from stoker.recipe import PackRequest, Recipe, RunConfig, RunData, Trained
 from stoker.recipes.icecube import events
 from stoker.recipes.icecube.data import IceCubeData, data_root, open_data
 from stoker.recipes.icecube.deep import DeepConfig
 from stoker.recipes.icecube.flat import FlatConfig
 from stoker.recipes.icecube.model import TwoStageConfig
+from stoker.recipes.icecube.table import check_layout, open_events
 from stoker.recipes.icecube.task import DirectionTask
 from stoker.train.config import TrainConfig
 
@@ -157,15 +158,18 @@ def result_table(models: Mapping[str, Mapping[str, float]]) -> list[tuple[str, .
     return rows
 
 
-def packing(root: Path, shuffled: int | None, threads: int) -> Packing:
-    return events.packing(root, events.open_events(root), shuffled, threads)
+def packing(request: PackRequest, threads: int) -> Packing:
+    check_layout(request.source)
+    events.open_geometry(request.source)
+    table = open_events(request.source, only_present=request.only_present)
+    return events.packing(request.source, table, request.shuffled, threads)
 
 
 def report(model: Trained, data: RunData, loader: Loader[Any], folder: Path) -> Mapping[str, Any]:
     from stoker.recipes.icecube import report as in_depth  # plots: only where they are wanted
 
     path = data_root(model.config)
-    return in_depth.report(model.task, loader, data.stages, model.device, model.precision, path, folder)
+    return in_depth.report(model.task, loader, data.stages, model.device, model.precision, path, model.about, folder)
 
 
 def predict(model: Trained, out: Path | None) -> Mapping[str, Any]:

@@ -48,9 +48,10 @@ def report(
     device: torch.device,
     precision: str,
     data_path: Path,
+    about: Mapping[str, str],
     folder: Path,
 ) -> dict[str, Any]:
-    """Evaluates all events of the loader and writes the folder; returns what report.json holds."""
+    """Evaluates all events of the loader and writes into the folder; returns what report.json holds."""
 
     def measure(batch: EventBatch) -> dict[str, torch.Tensor]:
         prediction = task.predict(batch)
@@ -69,6 +70,7 @@ def report(
     values["pulses"] = np.asarray(table.columns["count"][rows]).astype(float)
     truth = read_truth(data_path, table, rows)
     result: dict[str, Any] = {
+        "about": dict(about),
         "events": len(rows),
         "angular_error_rad": {"model": _spread(values["error"]), "line fit": _spread(values["line_fit"])},
         "guessing_rad": math.pi / 2,
@@ -85,7 +87,6 @@ def report(
         }
         result["tracks"] = _tracks(task, stages, rows, values, truth["kind"] == "track", device)
     result["robustness_rad"] = _robustness(task, stages, rows[:MOST_PERTURBED], device, precision)
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "report.json", result)
     write_bytes(folder / "report.md", as_text(result).encode())
     from stoker.recipes.icecube.plots import draw_plots  # Matplotlib takes a second to come
@@ -232,7 +233,8 @@ def _bias(values: Mapping[str, Numbers]) -> dict[str, list[float]]:
 
 def as_text(result: Mapping[str, Any]) -> str:
     """Tables of report.json, for people."""
-    parts = [f"# Evaluation of {result['events']:,} events", "All angles in radians."]
+    about = "\n".join(f"* {name}: {value}" for name, value in result["about"].items())
+    parts = [f"# Evaluation of {result['events']:,} events", about, "All angles in radians."]
     spreads = result["angular_error_rad"]
     parts.append(
         _table("Angular error", ("", *next(iter(spreads.values()))), {k: list(v.values()) for k, v in spreads.items()})

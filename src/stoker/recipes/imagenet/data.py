@@ -1,8 +1,6 @@
 """Where the images of a run come from, and how bytes become batches."""
 
 # B images of a micro-batch
-import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -24,23 +22,25 @@ from stoker.data.ragged import Indices
 from stoker.data.samples import ListSubset, SampleTable, Subset
 from stoker.data.stages import Stage
 from stoker.errors import UserError
+from stoker.files import only_one
 from stoker.recipe import RunConfig, RunData
 from stoker.recipes.imagenet import crops
 from stoker.recipes.imagenet.augment import NUMBERS_OF_ERASING, Erasing, Mixing, RandAugment
 from stoker.recipes.imagenet.batch import HostImages
+from stoker.recipes.imagenet.broken import BrokenImages, Policy
 from stoker.recipes.imagenet.chance import Floats, uniforms
 from stoker.recipes.imagenet.classes import ClassMap
-from stoker.recipes.imagenet.decode import Box, Broken, Pixels, decode, decode_part, inside, size_of
+from stoker.recipes.imagenet.decode import Box, Broken, Pixels, decode_all, decode_part, inside, size_of
 from stoker.recipes.imagenet.draw import draw_set
 from stoker.recipes.imagenet.gpu_decode import GpuDecoder
+from stoker.recipes.imagenet.model import check_name
 from stoker.recipes.imagenet.probe import check_labels
-from stoker.recipes.imagenet.sources import Images, Reader, open_images, rows_of
+from stoker.recipes.imagenet.sources import Images, open_images, rows_of
 from stoker.settings import AlsoCalled, config
 
 # Host memory that a byte of JPEG needs on its way: its crop has two or three, and is copied.
 BYTES_PER_BYTE = 8.0
 PART = 64  # images that a process decodes at a time
-MOST_BROKEN = 0.01  # share of the images seen that may be broken before the run stops
 
 
 @config
@@ -74,7 +74,7 @@ class ImageNetData:
         None  # that decode; None: one a loader thread beside a GPU, else none
     )
     decode_on_gpu: bool = False  # also, training images for which no process is free; not the same to the bit
-    broken: Literal["skip", "stop"] = "skip"  # what an image that cannot be decoded does; it is named either way
+    broken: Policy = "few"  # images that cannot be decoded: few (1 %) or all are skipped, or the first stops the run
     check_labels: bool = True  # a quick classifier tells before the first step whether labels of both sides agree
 
     draw_per_class: Annotated[int, Field(ge=1)] = 500  # images drawn where there is no path
@@ -89,6 +89,7 @@ class ImageNetData:
     def without_effect(self) -> dict[str, str]:
         """Keys that change nothing beside the others, and why."""
         found = {"smallest_crop" if self.crop == "shift" else "shift": f"data.crop is {self.crop}"}
+        found["loader.window"] = "the order of images is exact, wherever they lie"
         if self.first_size is None:
             found["grown_after"] = "data.first_size is not set"
         if not self.rand_augment:
@@ -118,6 +119,7 @@ class Chosen:
 
 
 def open_data(run: RunConfig, device: torch.device) -> RunData:
+    check_name(run.model)  # before anything that takes long
     chosen, config = choose(run), run.data
     if run.loader.bad_shards != "stop":
         raise UserError("loader.bad_shards is not for images: data.broken says what an image does that cannot be read.")
@@ -184,21 +186,26 @@ def data_root(run: RunConfig) -> Path:
 @cache
 def _drawn(per_class: int, held_out: int, seed: int) -> Path:
     folder = cache_folder() / "drawn" / f"images-{per_class}-{held_out}-{seed}"
-    if not folder.exists():
-        console.say(f"No data.path was given: drawing {10 * (per_class + held_out):,} images into {folder}.")
-        draw_set(folder, per_class, held_out, seed)
+    with only_one(folder.with_name(f".{folder.name}.lock"), "Another process draws the same images: waiting for it."):
+        if not folder.exists():
+            console.say(f"No data.path was given: drawing {10 * (per_class + held_out):,} images into {folder}.")
+            draw_set(folder, per_class, held_out, seed)
     return folder
 
 
 @cache
-def _opened(root: Path) -> Images:
-    return open_images(root)
+def _opened(root: Path, broken: Policy) -> Images:
+    return open_images(root, keep_damaged=broken == "skip")
 
 
 def choose(run: RunConfig) -> Chosen:
     config = run.data
     return choose_images(
-        _opened(data_root(run)), config.max_classes, config.max_per_class, config.subset_seed, config.validation
+        _opened(data_root(run), config.broken),
+        config.max_classes,
+        config.max_per_class,
+        config.subset_seed,
+        config.validation,
     )
 
 
@@ -240,32 +247,6 @@ def size_at(config: ImageNetData, epoch: int, epochs: int) -> int:
     share = min(1.0, epoch / until)
     grown = config.first_size + share * (config.size - config.first_size)
     return config.size if share >= 1 else min(config.size, int(grown // 32 * 32) or config.first_size)
-
-
-class BrokenImages:
-    """Images that cannot be decoded: named, counted, left out; a run stops when they are too many."""
-
-    def __init__(self, reader: Reader, policy: str) -> None:
-        self._reader, self._policy, self._lock = reader, policy, threading.Lock()
-        self._names: set[str] = set()
-        self._seen = 0
-
-    def saw(self, count: int) -> None:
-        with self._lock:
-            self._seen += count
-
-    def add(self, row: int, reason: str) -> None:
-        name = self._reader.name(row)
-        if self._policy == "stop":
-            raise UserError(f"The image {name} cannot be decoded: {reason}. --data.broken skip leaves such images out.")
-        with self._lock:
-            if name not in self._names:  # on every rank: each sees images that the others do not
-                print(f"BROKEN IMAGE, left out: {name}: {reason}", file=sys.stderr, flush=True)
-            self._names.add(name)
-            if len(self._names) > max(10, MOST_BROKEN * self._seen):
-                raise UserError(
-                    f"{len(self._names)} of {self._seen} images cannot be decoded, the last one is {name}: {reason}."
-                )
 
 
 @dataclass(frozen=True)
@@ -383,7 +364,7 @@ class _Maker:
         config, micro = self._config, asked.micro
         if asked.training and config.crop == "shift":
             numbers = self._numbers(micro)
-            return lambda content, one: crops.shifted(decode(content), config.shift, numbers[one, : crops.NUMBERS])
+            return lambda content, one: crops.shifted(decode_all(content), config.shift, numbers[one, : crops.NUMBERS])
         box = self._box(asked)
         size = config.validation_size or config.size
         if asked.training:

@@ -3,6 +3,8 @@
 import io
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +18,8 @@ SEQUENTIAL = (0xC0, 0xC1)  # markers of frames whose rows follow one another
 OTHER_FRAMES = (0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
 SCAN = 0xDA
 MARK = np.array([7, 211, 64, 153, 18, 240, 99, 172, 33, 201, 5, 128], np.uint8)  # where nobody has written yet
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")  # by content, never by name; others may start other programs
+MOST_PIXELS = 100_000_000  # of an image; more is taken for damage, or for an attack on memory
 BLOCK_ROWS = 32  # rows that are coded together: 8 or 16, and 32 at most
 
 
@@ -35,17 +39,41 @@ class Box:
 
 def size_of(content: bytes) -> tuple[int, int]:
     """Height and width, from the header."""
+    height, width = _stated_size(content)
+    if height * width > MOST_PIXELS:
+        raise Broken(f"it would have {height:,} x {width:,} pixels, and at most {MOST_PIXELS:,} are decoded")
+    return height, width
+
+
+def _stated_size(content: bytes) -> tuple[int, int]:
     if content[:3] == JPEG:
         try:
             height, width, _, _ = simplejpeg.decode_jpeg_header(content, strict=False)
             return height, width
         except (ValueError, KeyError):  # a header that is cut off is a KeyError to simplejpeg
             pass
+    with _opened(content) as image:
+        return image.height, image.width
+
+
+@contextmanager
+def _opened(content: bytes) -> Iterator[Image.Image]:
+    """By Pillow, as one of the formats that it reads by itself; whatever damaged bytes make it raise is a broken image."""
     try:
-        with Image.open(io.BytesIO(content)) as image:
-            return image.height, image.width
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd metadata
+            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+                yield image
+    except (Broken, MemoryError):
+        raise
+    except Exception as error:
         raise Broken(str(error) or type(error).__name__) from error
+
+
+def decode_all(content: bytes) -> Pixels:
+    """All pixels at full size, if they are not too many."""
+    size_of(content)
+    return decode(content)
 
 
 def decode(content: bytes, min_height: int = 0, min_width: int = 0, *, fast: bool = False) -> Pixels:
@@ -153,18 +181,13 @@ def _place_of_height(content: bytes) -> int | None:
 
 def _decode_slowly(content: bytes) -> Pixels:
     """Whatever Pillow can read, as RGB: grey, CMYK, palettes, 16 bits, and files that end too early."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd metadata
-            ImageFile.LOAD_TRUNCATED_IMAGES = True
-            with Image.open(io.BytesIO(content)) as image:
-                image.load()
-                # Pillow keeps silent about a JPEG that it cannot decode.
-                if content[:3] == JPEG and not np.asarray(image).any():
-                    raise Broken("no row of it can be decoded")
-                if image.mode in ("I;16", "I;16B", "I;16L", "I"):
-                    grey = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
-                    return np.repeat(grey[:, :, None], 3, axis=2)
-                return np.asarray(image.convert("RGB"))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise Broken(str(error) or type(error).__name__) from error
+    ImageFile.LOAD_TRUNCATED_IMAGES = True
+    with _opened(content) as image:
+        image.load()
+        # Pillow keeps silent about a JPEG that it cannot decode.
+        if content[:3] == JPEG and not np.asarray(image).any():
+            raise Broken("no row of it can be decoded")
+        if image.mode in ("I;16", "I;16B", "I;16L", "I"):
+            grey = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
+            return np.repeat(grey[:, :, None], 3, axis=2)
+        return np.asarray(image.convert("RGB"))

@@ -27,6 +27,20 @@ class ImageModelConfig:
                 f"label_smoothing {self.label_smoothing} is for loss ce; bce has no use for it: set it to 0"
             )
 
+    def without_effect(self) -> dict[str, str]:
+        """Keys that change nothing beside the others, and why."""
+        return {} if self.name == SMALL else {"width": f"{self.name} has a width of its own"}
+
+
+def check_name(config: ImageModelConfig) -> None:
+    """Whether there is such a model."""
+    import timm
+
+    if config.name != SMALL and not timm.is_model(config.name):
+        near = timm.list_models(f"*{config.name[:6]}*")[:5]
+        hint = f" Names like it: {', '.join(near)}." if near else ""
+        raise UserError(f"timm has no model {config.name!r}.{hint}")
+
 
 def build_model(config: ImageModelConfig, num_classes: int) -> nn.Module:
     if config.name == SMALL:
@@ -41,10 +55,7 @@ def build_model(config: ImageModelConfig, num_classes: int) -> nn.Module:
 def _from_timm(config: ImageModelConfig, num_classes: int) -> nn.Module:
     import timm
 
-    if not timm.is_model(config.name):
-        near = timm.list_models(f"*{config.name[:6]}*")[:5]
-        hint = f" Names like it: {', '.join(near)}." if near else ""
-        raise UserError(f"timm has no model {config.name!r}.{hint}")
+    check_name(config)
     options: dict[str, Any] = {"drop_path_rate": config.stochastic_depth} if config.stochastic_depth else {}
     # timm's residual networks begin with the last norm of each block at zero, so that blocks start as identities.
     made: nn.Module = timm.create_model(config.name, num_classes=num_classes, **options)

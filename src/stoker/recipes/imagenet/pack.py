@@ -11,21 +11,22 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import simplejpeg
 from PIL import Image
 
 from stoker import console
+from stoker.data import checksums
 from stoker.data.loader import LoaderConfig
 from stoker.data.order import ExactOrder
-from stoker.data.pack import only_one
 from stoker.data.ragged import Array, Indices
 from stoker.data.samples import SampleTable, new_table
 from stoker.errors import MachineError, UserError
-from stoker.files import write_bytes, write_json
+from stoker.files import only_one, said_if_full, write_bytes, write_json
 from stoker.recipe import PackRequest
+from stoker.recipes.imagenet.broken import BrokenImages, Policy
 from stoker.recipes.imagenet.data import Chosen, choose_images
 from stoker.recipes.imagenet.decode import JPEG, Broken, decode, size_of
 from stoker.recipes.imagenet.sources import LABELS, MANIFEST, VERSION, open_images, read_manifest
@@ -52,7 +53,8 @@ def pack(request: PackRequest) -> Mapping[str, Any]:
     if request.max_classes is not None and request.max_classes < 2:
         raise UserError(f"--max-classes is {request.max_classes}; telling classes apart needs at least two.")
     # The subset and the held-out share are those of `stoker train` with its defaults.
-    chosen = choose_images(open_images(request.source), request.max_classes, request.max_per_class, 0, 0.1)
+    images = open_images(request.source, keep_damaged=request.broken == "skip")
+    chosen = choose_images(images, request.max_classes, request.max_per_class, 0, 0.1)
     shards = _shards(chosen, request.shuffled)
     plan = _plan(request, chosen)
     if (request.out / MANIFEST).is_file():
@@ -60,12 +62,13 @@ def pack(request: PackRequest) -> Mapping[str, Any]:
             raise UserError(f"{request.out} holds another packed set (source, size, quality, order or subset differ).")
     else:
         _claim(request.out, plan)
-        _write_shards(request, chosen, shards)
-        with only_one(request.out):
-            if not all(_index_path(request.out, shard).exists() for shard in shards):
-                return {"path": str(request.out), "state": "other ranks are still at work"}
-            if not (request.out / MANIFEST).is_file():
-                _complete(request.out, chosen, shards, plan)
+        with said_if_full(lambda: f"{request.out} stays, with the shards that are whole, and will be used."):
+            _write_shards(request, chosen, shards)
+            with only_one(request.out / "lock", in_work=True):
+                if not all(_index_path(request.out, shard).exists() for shard in shards):
+                    return {"path": str(request.out), "state": "other ranks are still at work"}
+                if not (request.out / MANIFEST).is_file():
+                    _complete(request.out, chosen, shards, plan, request.threads or LoaderConfig().num_threads)
     packed = open_images(request.out)
     result: dict[str, Any] = {
         "path": str(request.out),
@@ -155,22 +158,29 @@ def _write_shards(request: PackRequest, chosen: Chosen, shards: list[_Shard]) ->
     ]
     threads = request.threads or LoaderConfig().num_threads
     total = sum(len(shard.rows) for shard in mine)
+    broken = BrokenImages(chosen.images.reader, cast(Policy, request.broken or "few"))
     with ThreadPoolExecutor(threads, "pack") as pool, console.progress("pack", total, "images") as bar:
         for shard in mine:
-            _write_shard(request, chosen, shard, pool, bar)
+            _write_shard(request, chosen, shard, broken, pool, bar)
 
 
 def _write_shard(
-    request: PackRequest, chosen: Chosen, shard: _Shard, pool: ThreadPoolExecutor, bar: console.Progress
+    request: PackRequest,
+    chosen: Chosen,
+    shard: _Shard,
+    broken: BrokenImages,
+    pool: ThreadPoolExecutor,
+    bar: console.Progress,
 ) -> None:
     """One shard, its images encoded by all threads; the index, written last, says that it is whole."""
     reader = chosen.images.reader
 
     def encoded(row: int) -> bytes | None:
+        broken.saw(1)
         try:
             return _encode(reader.read(row), request)
         except Broken as error:
-            console.say(f"BROKEN IMAGE, left out: {reader.name(row)}: {error}")
+            broken.add(row, str(error))
             return None
         except OSError as error:  # not the image's fault: a pack without it would look whole
             raise MachineError(f"{reader.name(row)} cannot be read: {error}. Run the same command to go on.") from error
@@ -214,7 +224,7 @@ def _encode(content: bytes, request: PackRequest) -> bytes:
     return bytes(simplejpeg.encode_jpeg(np.asarray(shrunk), quality=request.quality or QUALITY))
 
 
-def _complete(out: Path, chosen: Chosen, shards: list[_Shard], plan: dict[str, Any]) -> None:
+def _complete(out: Path, chosen: Chosen, shards: list[_Shard], plan: dict[str, Any], threads: int) -> None:
     """The table over all shards, then the manifest: with it the set is whole."""
     indices = [np.load(_index_path(out, shard)) for shard in shards]
     source = chosen.images.table.columns
@@ -231,7 +241,10 @@ def _complete(out: Path, chosen: Chosen, shards: list[_Shard], plan: dict[str, A
     fingerprint = f"packed {zlib.crc32(np.concatenate([index['crc'] for index in indices]).tobytes()):08x} {len(rows)}"
     with new_table(out / "samples", len(rows), LABELS, [shard.name for shard in shards], fingerprint) as writer:
         writer.append(columns)
-    write_json(out / MANIFEST, {"version": VERSION, "classes": list(chosen.classes.names), "plan": plan})
+    names = [name for shard in shards for name in (shard.name, _index_path(out, shard).name)]
+    names += sorted(f"samples/{path.name}" for path in (out / "samples").iterdir())
+    content = {"version": VERSION, "classes": list(chosen.classes.names), "plan": plan}
+    checksums.write_manifest(out / MANIFEST, {**content, "files": checksums.checksums(out, names, threads)})
     for name in (PLAN, "lock"):
         (out / name).unlink(missing_ok=True)
 

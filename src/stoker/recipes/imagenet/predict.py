@@ -20,7 +20,7 @@ from stoker.recipes.imagenet.batch import HostImages
 from stoker.recipes.imagenet.crops import centre_crop
 from stoker.recipes.imagenet.data import ImageNetData, choose
 from stoker.recipes.imagenet.decode import Broken, decode_part, size_of
-from stoker.recipes.imagenet.sources import ENDINGS
+from stoker.recipes.imagenet.tars import ENDINGS
 from stoker.train.evaluate import inference
 from stoker.train.precision import autocast
 

@@ -23,6 +23,7 @@ def report(model: Trained, data: RunData, loader: Loader[Any], folder: Path) -> 
     count = confusion.sum(1)
     accuracy = confusion.diagonal() / np.maximum(count, 1)
     result: dict[str, Any] = {
+        "about": dict(model.about),
         **{name: float(value) for name, value in task.summarise(values).items()},
         "images": len(label),
         "by_class": {
@@ -30,7 +31,6 @@ def report(model: Trained, data: RunData, loader: Loader[Any], folder: Path) -> 
         },
         "confusion": confusion.tolist(),
     }
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "report.json", result)
     write_bytes(folder / "report.md", _as_text(result, names, confusion).encode())
     return result
@@ -39,6 +39,8 @@ def report(model: Trained, data: RunData, loader: Loader[Any], folder: Path) -> 
 def _as_text(result: Mapping[str, Any], names: tuple[str, ...], confusion: Any) -> str:
     lines = [
         f"# Evaluation of {result['images']:,} images",
+        "",
+        *(f"* {name}: {value}" for name, value in result["about"].items()),
         "",
         f"top-1 {result['top1']:.4f}, top-5 {result['top5']:.4f}",
         "",

@@ -5,9 +5,8 @@ its number in the folder's list of names.
 """
 
 import hashlib
-import json
 import os
-import tarfile
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +15,20 @@ from typing import Any, Protocol
 import numpy as np
 
 from stoker import console
+from stoker.data import checksums
 from stoker.data.cache import cache_folder
 from stoker.data.ragged import Array, Indices
 from stoker.data.samples import SampleTable, new_table, open_table
 from stoker.errors import UserError
+from stoker.files import check_regular, only_one
 from stoker.recipes.imagenet.classes import ClassMap, class_map, listed
+from stoker.recipes.imagenet.tars import ENDINGS, read_tar
 
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 TRAINING, VALIDATION = ("train", "training"), ("val", "validation", "valid", "test")
 LABELS = {"label": np.int32, "part": np.int8}  # part 0: training, 1: validation
 MANIFEST = "images.json"  # of a packed set
-VERSION = 1
+VERSION = 2
+SHOWN_PROBLEMS = 5
 
 
 class Reader(Protocol):
@@ -59,13 +61,14 @@ class _Found:
     name: str
 
 
-def open_images(root: Path) -> Images:
+def open_images(root: Path, *, keep_damaged: bool = False) -> Images:
+    """`keep_damaged`: a tar that is damaged gives what can be found in it, instead of an error."""
     if not root.is_dir():
         raise UserError(f"The data directory {root} does not exist.")
     if (root / MANIFEST).is_file():
         return _open_packed(root)
     if any(root.glob("*.tar")) or any(root.glob("*/*.tar")):
-        return _open_tars(root)
+        return _open_tars(root, keep_damaged=keep_damaged)
     return _open_folders(root)
 
 
@@ -79,7 +82,7 @@ def _open_folders(root: Path) -> Images:
     for part, folder in parts.items():
         if folder is None:
             continue
-        for class_folder in sorted(path for path in folder.iterdir() if path.is_dir()):
+        for class_folder in sorted(path for path in folder.iterdir() if path.is_dir() and _is_shown(path)):
             if folder == root and class_folder == parts[1]:
                 continue
             entries = sorted(_files(class_folder, class_folder))
@@ -100,26 +103,41 @@ def _open_folders(root: Path) -> Images:
     return Images(table, FolderReader(root, table, names), classes, parts[1] is not None)
 
 
+def _is_shown(path: Path | os.DirEntry[str]) -> bool:
+    """Neither hidden nor a program's own, such as .ipynb_checkpoints and __MACOSX."""
+    return not path.name.startswith((".", "__"))
+
+
 def _files(folder: Path, top: Path) -> Iterator[tuple[str, int]]:
     """Names and sizes of all images below a class folder, however deep."""
-    for entry in os.scandir(folder):
+    with os.scandir(folder) as entries:
+        shown = list(filter(_is_shown, entries))
+    for entry in shown:
         if entry.is_dir():
             yield from _files(Path(entry.path), top)
         elif entry.name.lower().endswith(ENDINGS):
+            check_regular(Path(entry.path))
             yield str(Path(entry.path).relative_to(top)), entry.stat().st_size
 
 
-def _open_tars(root: Path) -> Images:
-    """`KEY.jpg` with its class in `KEY.cls`, or in a folder of that name inside the tar."""
+def _open_tars(root: Path, *, keep_damaged: bool) -> Images:
     paths = sorted([*root.glob("*.tar"), *root.glob("*/*.tar")])
     found: list[_Found] = []
+    problems: list[str] = []
     with console.progress("index tar shards", len(paths), "files") as bar:
         for shard, path in enumerate(paths):
-            part = int(
-                any(word in f"{path.parent.name if path.parent != root else ''}/{path.name}" for word in VALIDATION)
-            )
-            found += _members(path, shard, part)
+            listed_images, wrong = read_tar(path)
+            part = int(_is_validation(path.relative_to(root)))
+            found += [_Found(shard, one.first, one.count, one.label, part, one.name) for one in listed_images]
+            problems += [f"{path}: {problem}" for problem in wrong]
             bar.advance()
+    if problems and not keep_damaged:
+        raise UserError(
+            f"{len(problems)} things are wrong with the tar files. {'; '.join(problems[:SHOWN_PROBLEMS])}. "
+            f"`--data.broken skip` (`stoker pack`: --broken skip) uses what can be found in them all the same."
+        )
+    for problem in problems:
+        console.say(f"DAMAGED TAR, used as far as it goes: {problem}")
     counts: dict[int, dict[str, int]] = {0: {}, 1: {}}
     for one in found:
         counts[one.part][one.label] = counts[one.part].get(one.label, 0) + 1
@@ -136,67 +154,39 @@ def _open_tars(root: Path) -> Images:
     return Images(table, RangeReader(root, table), classes, bool(counts[1]))
 
 
-def _members(path: Path, shard: int, part: int) -> list[_Found]:
-    """Images of a tar with their byte ranges; labels from .cls members or folders."""
-    images: dict[str, tuple[str, int, int]] = {}
-    labels: dict[str, str] = {}
-    try:
-        with tarfile.open(path) as tar:
-            for member in tar:
-                if not member.isfile():
-                    continue
-                key, ending = _split_key(member.name)
-                if member.name.lower().endswith(ENDINGS):
-                    images[member.name] = (key, member.offset_data, member.size)
-                elif ending == "cls":
-                    handle = tar.extractfile(member)
-                    labels[key] = handle.read().decode().strip() if handle else ""
-    except tarfile.TarError as error:
-        raise UserError(f"{path} is not a tar file, or not whole ({error}).") from error
-    without = [name for name, (key, _, _) in images.items() if key not in labels and "/" not in key]
-    if without:
-        raise UserError(
-            f"{path} has images without a class, neither in a .cls file nor as a folder: {listed(without)}."
-        )
-    return [
-        _Found(shard, offset, size, labels.get(key) or Path(key).parent.name, part, name)
-        for name, (key, offset, size) in images.items()
-    ]
-
-
-def _split_key(name: str) -> tuple[str, str]:
-    """What the files of a sample share, up to the first dot of their names, and what comes after it."""
-    folder, slash, file = name.rpartition("/")
-    stem, _, ending = file.partition(".")
-    return f"{folder}{slash}{stem}", ending
+def _is_validation(path: Path) -> bool:
+    """By a whole word of the name: `val-000.tar` and `val/000.tar`, and not `latest-000.tar`."""
+    words = set(re.findall("[a-z]+", str(path).lower()))
+    return bool(words & set(VALIDATION)) and not words & set(TRAINING)
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
     """Of a packed set: format, classes, and what was asked of `stoker pack`."""
     try:
-        manifest = json.loads((root / MANIFEST).read_text())
-        version, _, _ = (manifest[name] for name in ("version", "classes", "plan"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        check_regular(root / MANIFEST)
+        manifest = checksums.read_manifest(root / MANIFEST)
+        version = manifest["version"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{root / MANIFEST} cannot be read ({reason}). Pack the images again.") from error
     if version != VERSION:
         raise UserError(
             f"{root} was packed in format {version}, and this version reads format {VERSION}: pack it again."
         )
-    found: dict[str, Any] = manifest
-    return found
+    return manifest
 
 
 def _open_packed(root: Path) -> Images:
     manifest = read_manifest(root)
     classes = ClassMap(tuple(manifest["classes"]))
+    missing = [name for name in manifest["files"] if name.endswith(".bin") and not (root / name).is_file()]
+    if missing:
+        raise UserError(f"{root} lacks shards of its images: {listed(missing)}. Copy them there, or pack it again.")
+    verification = checksums.Verification(root, manifest["files"])
     table = open_table(root / "samples")
     if table is None:
         raise UserError(f"{root} has no sample table; the packed set is not whole. Pack it again.")
-    missing = [shard for shard in table.shards if not (root / shard).is_file()]
-    if missing:
-        raise UserError(f"{root} lacks shards of its images: {listed(missing)}. Copy them there, or pack it again.")
-    return Images(table, RangeReader(root, table), classes, bool(np.any(table.columns["part"] == 1)))
+    return Images(table, RangeReader(root, table, verification), classes, bool(np.any(table.columns["part"] == 1)))
 
 
 class FolderReader:
@@ -216,11 +206,13 @@ class FolderReader:
 class RangeReader:
     """A range of bytes of a tar or of a packed shard, mapped into memory."""
 
-    def __init__(self, root: Path, table: SampleTable) -> None:
-        self._root, self._table = root, table
+    def __init__(self, root: Path, table: SampleTable, verification: checksums.Verification | None = None) -> None:
+        self._root, self._table, self._verification = root, table, verification
         self._maps: dict[int, Array] = {}
 
     def read(self, row: int) -> bytes:
+        if self._verification is not None:
+            self._verification.check()
         columns = self._table.columns
         shard, first, count = int(columns["shard"][row]), int(columns["first"][row]), int(columns["count"][row])
         mapped = self._maps.get(shard)
@@ -249,11 +241,12 @@ def _table(root: Path, kind: str, shards: list[str], found: Sequence[_Found], cl
     digest.update("\n".join(one.name for one in found).encode())
     name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
     folder = cache_folder() / "tables" / f"images-{name}"
-    table = open_table(folder)
-    if table is None or table.fingerprint != digest.hexdigest():
-        with new_table(folder, len(found), LABELS, shards, digest.hexdigest()) as writer:
-            writer.append(columns)
+    with only_one(folder.with_name(f".{folder.name}.lock")):
         table = open_table(folder)
+        if table is None or table.fingerprint != digest.hexdigest():
+            with new_table(folder, len(found), LABELS, shards, digest.hexdigest()) as writer:
+                writer.append(columns)
+            table = open_table(folder)
     assert table is not None, "a table that was just written can be opened"
     return table
 

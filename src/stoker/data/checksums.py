@@ -1,0 +1,117 @@
+"""Checksums of the files of a packed set: written when it is packed, looked at once on every machine that reads it.
+
+Small sets are read through when they are opened, large ones in the background while training has begun; a set that was
+found whole is not read again until a file of it changes its size or its time. Whatever changes a file without a trace of
+that, such as a failing disk, is found by `stoker pack SOURCE SET --verify`.
+"""
+
+import hashlib
+import json
+import threading
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from stoker import console
+from stoker.data.cache import cache_folder
+from stoker.errors import UserError
+from stoker.files import write_json
+
+PIECE = 64 << 20  # bytes that have a checksum of their own
+AT_ONCE = 1 << 30  # bytes that are read through on opening: about a second
+OWN = "crc32"  # key of a manifest for its own checksum
+
+Checksums = Mapping[str, Sequence[int]]  # of each piece of each file
+
+
+def checksums(folder: Path, names: Sequence[str], threads: int) -> dict[str, list[int]]:
+    """Of all files, in parallel: the sums of a file's pieces in their order."""
+    pieces = [(name, first) for name in names for first in _starts((folder / name).stat().st_size)]
+    found: dict[str, list[int]] = {name: [] for name in names}
+    with ThreadPoolExecutor(threads, "checksums") as pool, console.progress("checksums", len(pieces), "pieces") as bar:
+        for (name, _), value in zip(pieces, pool.map(lambda one: _crc(folder / one[0], one[1]), pieces), strict=True):
+            found[name].append(value)
+            bar.advance()
+    return found
+
+
+def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
+    """JSON that notices when it is changed."""
+    write_json(path, {**content, OWN: _own(content)})
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What `write_manifest` wrote; raises OSError or ValueError where it is not that any more."""
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict) or OWN not in content:
+        raise ValueError("it holds no checksum of its own")
+    if content.pop(OWN) != _own(content):
+        raise ValueError("it was changed since it was written")
+    return content
+
+
+class Verification:
+    """Compares a set with its checksums; `check` raises as soon as a difference is known."""
+
+    def __init__(self, folder: Path, expected: Checksums) -> None:
+        self._folder, self._expected = folder, expected
+        self._problem: str | None = None
+        missing = [name for name in expected if not (folder / name).is_file()]
+        if missing:
+            raise UserError(f"{folder} lacks {', '.join(missing[:3])}: the packed set is not whole. Pack it again.")
+        self._mark = cache_folder() / "verified" / _identity(folder, list(expected))
+        if self._mark.exists():
+            return
+        size = sum((folder / name).stat().st_size for name in expected)
+        if size <= AT_ONCE:
+            self._run()
+            self.check()
+        else:
+            threading.Thread(target=self._run, name="verify", daemon=True).start()
+
+    def check(self) -> None:
+        if self._problem is not None:
+            raise UserError(self._problem)
+
+    def _run(self) -> None:
+        try:
+            for name, sums in self._expected.items():
+                path = self._folder / name
+                starts = list(_starts(path.stat().st_size))
+                if len(starts) != len(sums) or any(
+                    _crc(path, at) != value for at, value in zip(starts, sums, strict=True)
+                ):
+                    self._problem = f"{path} is not what was packed: a disk or a copy damaged it. Pack it again."
+                    return
+            self._mark.parent.mkdir(parents=True, exist_ok=True)
+            self._mark.touch()
+        except OSError:
+            return  # the mark is only there to save time, and training itself will meet a file that cannot be read
+
+
+def _starts(size: int) -> Iterator[int]:
+    yield from range(0, max(1, size), PIECE)
+
+
+def _crc(path: Path, first: int) -> int:
+    value, left = 0, PIECE
+    with path.open("rb") as file:
+        file.seek(first)
+        while left and (part := file.read(min(left, 1 << 20))):
+            value, left = zlib.crc32(part, value), left - len(part)
+    return value
+
+
+def _own(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _identity(folder: Path, names: list[str]) -> str:
+    """Changes when a file is written again, and with the place."""
+    words = [str(folder.resolve())]
+    for name in sorted(names):
+        status = (folder / name).stat()
+        words.append(f"{name} {status.st_size} {status.st_mtime_ns} {status.st_ino}")
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:32]
