@@ -37,7 +37,7 @@ class LoaderConfig:
         None  # None: one a core, at most 8
     )
     look_ahead: Annotated[int, Field(ge=1), AlsoCalled("prefetch", "prefetch_factor")] = 8  # micro-batches made ahead
-    ram_bytes: Annotated[int, Field(ge=1 << 20)] = 4 << 30  # hard limit of batches and caches together
+    ram_bytes: Annotated[int, Field(ge=1 << 20)] = 4 << 30  # limit of batches, caches and decoding, not of mapped files
     stuck_after_s: Annotated[float, Field(gt=0)] = 300.0  # a batch not ready after this is an error that names the file
     bad_shards: Literal["stop", "quarantine"] = "stop"  # what an unreadable shard does
     window: Annotated[int, Field(ge=1)] = 65_536  # samples that a window shuffle mixes, where files are read directly

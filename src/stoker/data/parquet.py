@@ -22,6 +22,9 @@ from stoker.data.samples import SampleTable
 from stoker.errors import UserError
 from stoker.files import check_regular
 
+# Arrow's own allocator keeps memory for every thread that ever decoded, and each epoch has new threads.
+pa.set_memory_pool(pa.system_memory_pool())
+
 
 class ParquetSource:
     """Gathers rows of a table's samples from its Parquet shards."""
@@ -154,11 +157,16 @@ def named_if_damaged(path: Path) -> Iterator[None]:
         raise UserError(f"{path} is damaged and cannot be read ({error}). Fetch it again.") from error
 
 
-def open_parquet(path: Path, columns: Sequence[str] = (), metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
-    """Opens a Parquet file that has these columns, or says what is wrong with it; with its footer if that is known."""
+def open_parquet(
+    path: Path, columns: Sequence[str] = (), metadata: pq.FileMetaData | None = None, *, verified: bool = False
+) -> pq.ParquetFile:
+    """Opens a Parquet file that has these columns, or says what is wrong with it; with its footer if that is known.
+
+    `verified`: checksums of pages are compared where the file has them, which costs a few percent of decoding.
+    """
     try:
         check_regular(path)
-        file = pq.ParquetFile(path, metadata=metadata, memory_map=True)
+        file = pq.ParquetFile(path, metadata=metadata, memory_map=True, page_checksum_verification=verified)
         found = file.schema_arrow.names
     except FileNotFoundError:
         raise UserError(f"The file {path} is missing.") from None

@@ -1,6 +1,7 @@
 """The moving parts of a run: model, optimizer, averages, guards, counters; what a checkpoint holds and brings back."""
 
 import dataclasses
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from stoker.data.loader import Loader
 from stoker.data.plan import Position
 from stoker.data.quarantine import Quarantine
 from stoker.data.ragged import Indices
+from stoker.data.workers import release_freed_memory
 from stoker.errors import UserError
 from stoker.runs.events import EventLog, in_words
 from stoker.train import checkpoint, parallel
@@ -23,7 +25,7 @@ from stoker.train.checkpoint import RandomStates, Saver, Snapshot
 from stoker.train.config import TrainConfig
 from stoker.train.evaluate import evaluate
 from stoker.train.guards import BadSteps, LossWatch, Sent, Suspect
-from stoker.train.meter import Meter, device_line
+from stoker.train.meter import Meter, device_line, host_bytes
 from stoker.train.optim import build_optimizer
 from stoker.train.parallel import Ranks
 from stoker.train.precision import resolve_precision, use_tf32
@@ -32,6 +34,7 @@ from stoker.train.step import Stepper, StepResult
 from stoker.train.task import Task, has_fixed_shapes
 
 COMPILE_WARMUP = 20  # steps in which new graphs are expected
+RELEASE_EVERY_S = 5.0  # memory that malloc keeps: rarely enough to cost less than a percent
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Engine:
         self.score: float | None = None
         self.evaluation_due = False  # of the step that was restored
         self.recompiles = self._digest = 0
+        self._released = time.monotonic()
         self._norms: tuple[int, Sent] | None = None
         self.meter, self.watch = Meter(), LossWatch(config, task.know_nothing_loss, trainer.log)
         self.bad_steps = BadSteps(config, trainer.folder / "bad_steps", trainer.log, self._ids, self._write_bundle)
@@ -114,7 +118,7 @@ class Engine:
             # The remainder at the end of an epoch may be a handful of samples, whose mean says little.
             if 2 * samples >= usual:
                 self.watch.look_at(number, loss)
-        trainer.log.write("step", step=self.step, **self._place(), lr=lr, **reading.event())
+        trainer.log.write("step", step=self.step, **self._place(), lr=lr, **reading.event(), host_bytes=host_bytes())
         trainer.log.write("loader", step=self.step, **trainer.training.times.read())
         for news in trainer.quarantine.take_news():
             trainer.log.write("quarantine", step=self.step, **news)
@@ -124,6 +128,9 @@ class Engine:
             f"{reading.samples_per_s:,.0f} samples/s  waiting for data {reading.wait_share:.0%}{device_line(trainer.device)}"
         )
         self.meter = Meter()
+        if time.monotonic() - self._released > RELEASE_EVERY_S:
+            release_freed_memory()
+            self._released = time.monotonic()
 
     def send_norms(self, result: StepResult, before: list[torch.Tensor]) -> None:
         """Norms of each parameter's gradient, and how far the step moved it relative to its size: on their way to us."""
@@ -158,8 +165,9 @@ class Engine:
             metrics |= {f"ema_{name}": value for name, value in averaged.items()}
             self.score, weights = averaged[task.metric], "averaged"
         checkpoint.restore_random_states(random_states)
+        release_freed_memory()
         judged = {"metric": task.metric, "goal": task.goal, "score": self.score, "weights": weights}
-        trainer.log.write("evaluation", step=self.step, **judged, **metrics)
+        trainer.log.write("evaluation", step=self.step, **judged, **metrics, host_bytes=host_bytes())
         console.say(f"evaluation at step {self.step}: {task.metric} {self.score:.4f}")
         if trainer.ranks.is_first:
             self.saver.record_score(self.step, self.score)

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -71,6 +72,11 @@ class Meter:
 
 def _word(value: float) -> float | str:
     return value if abs(value) < float("inf") else str(value)  # JSON has no NaN
+
+
+def host_bytes() -> int:
+    """Memory of this process that is resident, pages of mapped files among it."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def device_line(device: torch.device) -> str:

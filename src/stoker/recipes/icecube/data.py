@@ -37,6 +37,9 @@ from stoker.settings import AlsoCalled, config
 # Host memory that a pulse needs on its way: nine bytes gathered, eight for its index, and as much again in between.
 BYTES_PER_PULSE = 40.0
 DECODED_BYTES = 11  # a pulse in the cache of row groups
+DECODING_BYTES = (
+    70  # a pulse of the block that a thread decodes: as arrow has it, converted, in its new order, and indices
+)
 
 
 Orders = Callable[[Subset], Callable[[int, int], Order]]
@@ -111,7 +114,7 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         description=description,
         quarantine=quarantine,
         bytes_per_cost=BYTES_PER_PULSE,
-        cache_bytes=_cache_bytes(run.loader) if opened.mode == "direct" else 0,
+        cache_bytes=_reserved_bytes(run.loader, opened.table) if opened.mode == "direct" else 0,
     )
 
 
@@ -134,8 +137,8 @@ def open_all(run: RunConfig) -> AllEvents:
     else:
         part: Part = "test" if (root / "test_meta.parquet").exists() else "train"
         table = open_events(root, part=part, only_present=run.data.only_present)
-        cache_bytes = _cache_bytes(run.loader)
-        source = events.open_pulses(root, table, cache_bytes)
+        cache_bytes = _reserved_bytes(run.loader, table)
+        source = events.open_pulses(root, table, _cache_bytes(run.loader, table))
         opened = _Opened(source, table, "direct", grouped=False, root=root)
     quarantine = Quarantine(opened.table, "stop")
     return AllEvents(opened.table, _stages(opened, run.loader, quarantine), opened.source.where, cache_bytes)
@@ -173,7 +176,8 @@ def _open(root: Path, config: IceCubeData, loader: LoaderConfig, device: torch.d
         _split(table, config, ())
     if config.mode == "direct" or (config.mode == "auto" and not _may_pack(root, table)):
         _check_window(table, loader)
-        return _Opened(events.open_window(root, table, _cache_bytes(loader)), table, "direct", grouped=False, root=root)
+        source = events.open_window(root, table, _cache_bytes(loader, table))
+        return _Opened(source, table, "direct", grouped=False, root=root)
     return _opened_store(_packed_copy(root, table, loader), config, device)
 
 
@@ -261,15 +265,32 @@ def _check_window(table: SampleTable, loader: LoaderConfig) -> None:
     """A window whose row groups do not fit the cache would decode them again and again."""
     some = table.columns["count"][np.linspace(0, len(table) - 1, min(len(table), 4096)).astype(np.int64)]
     needed = int(2.5 * min(loader.window, len(table)) * some.mean() * DECODED_BYTES)
-    if needed > _cache_bytes(loader):
+    decoding = _decoding_bytes(loader, table)
+    if needed > _cache_bytes(loader, table):
         raise UserError(
-            f"A window of {loader.window:,} events keeps about {needed / 1e6:,.0f} MB of row groups in memory, and half of "
-            f"loader.ram_bytes is {_cache_bytes(loader) / 1e6:,.0f} MB. Raise it, or lower loader.window."
+            f"A window of {loader.window:,} events keeps about {needed / 1e6:,.0f} MB of row groups in memory, and decoding "
+            f"them in {loader.num_threads} threads takes {decoding / 1e6:,.0f} MB more; loader.ram_bytes is "
+            f"{loader.ram_bytes / 1e6:,.0f} MB, and half of the rest is for row groups. {2 * needed + decoding:,} would do; "
+            f"or lower loader.window or loader.threads."
         )
 
 
-def _cache_bytes(loader: LoaderConfig) -> int:
-    return loader.ram_bytes // 2
+def _decoding_bytes(loader: LoaderConfig, table: SampleTable) -> int:
+    """What the threads need while each decodes the largest block."""
+    first, count = table.columns["first"], table.columns["count"]
+    blocks = table.blocks if table.blocks is not None else np.zeros(1, np.int64)
+    last = np.append(blocks[1:], len(table)) - 1
+    largest = int((first[last] + count[last] - first[blocks]).max()) if len(table) else 0
+    return loader.num_threads * largest * DECODING_BYTES
+
+
+def _cache_bytes(loader: LoaderConfig, table: SampleTable) -> int:
+    """Of decoded row groups: half of what decoding leaves; the other half is for batches."""
+    return max(0, loader.ram_bytes - _decoding_bytes(loader, table)) // 2
+
+
+def _reserved_bytes(loader: LoaderConfig, table: SampleTable) -> int:
+    return _cache_bytes(loader, table) + _decoding_bytes(loader, table)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,9 @@ def group_by_dom(sensor: Array, event: Indices) -> tuple[Indices, npt.NDArray[np
 def _encode(path: Path, table: SampleTable, rows: Indices, *, on_grid: bool) -> ShardContent:
     """All events of a file, encoded; a million pulses at a time, so that sorting stays in the cache."""
     with named_if_damaged(path):
-        file = open_parquet(path, list(PULSE_COLUMNS)).read(columns=list(PULSE_COLUMNS), use_threads=False)
+        file = open_parquet(path, list(PULSE_COLUMNS), verified=True).read(
+            columns=list(PULSE_COLUMNS), use_threads=False
+        )
         kinds = {**PULSE_COLUMNS, "charge": _charge_kind(file.column("charge").type)}  # as exact as it is stored
         raw = {name: as_array([file.column(name)], kind, name, path) for name, kind in kinds.items()}
     first, count = np.asarray(table.columns["first"][rows]), np.asarray(table.columns["count"][rows])

@@ -188,7 +188,8 @@ def _write_files(folder: Path, detector: Detector, sizes: list[int], seed: int, 
                 if earlier.done():
                     earlier.result()  # a full disk stops the run here, not after the last file
         tables = [future.result() for future in metas]
-    pq.write_table(pa.concat_tables(meta for meta, _ in tables), folder / "train_meta.parquet")
+    meta = pa.concat_tables(meta for meta, _ in tables)
+    pq.write_table(meta, folder / "train_meta.parquet", write_page_checksum=True)
     pq.write_table(pa.concat_tables(truth for _, truth in tables), folder / "truth.parquet")
 
 
@@ -201,7 +202,8 @@ def _write_file(folder: Path, batch: int, events: Events, event_id: npt.NDArray[
         "auxiliary": events.auxiliary,
         "event_id": np.repeat(event_id, events.count),
     }
-    pq.write_table(pa.table(columns), folder / "train" / f"batch_{batch}.parquet", row_group_size=ROWS_PER_GROUP)
+    path = folder / "train" / f"batch_{batch}.parquet"
+    pq.write_table(pa.table(columns), path, row_group_size=ROWS_PER_GROUP, write_page_checksum=True)
     last = np.cumsum(events.count) - 1
     meta: dict[str, Any] = {
         "batch_id": np.full(len(event_id), batch, np.int64),

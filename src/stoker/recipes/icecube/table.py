@@ -82,7 +82,7 @@ def _build(root: Path, folder: Path, fingerprint: str, part: Part, *, only_prese
     """Streams the metadata once, row group by row group: 132 million events never become Python objects."""
     path = root / f"{part}_meta.parquet"
     wanted = COLUMNS | (TARGETS if part == "train" else {})
-    meta = open_parquet(path, list(wanted))
+    meta = open_parquet(path, list(wanted), verified=True)
     batches, counts = _batch_numbers(meta, path)
     missing = [batch for batch in batches if not (root / part / f"batch_{batch}.parquet").exists()]
     if only_present:
@@ -225,7 +225,7 @@ def _check_event_ids(
 
 def _wrong_event(path: Path, first: Indices, count: Indices, ids: Indices, starts: Indices) -> str | None:
     """What is wrong with the pulses of a file, whose events stand in the order of their pulses; None: nothing."""
-    file = open_parquet(path)
+    file = open_parquet(path, verified=True)
     if EVENT_ID not in file.schema_arrow.names:
         console.say(f"{path} has no column {EVENT_ID}: whether its pulses belong to their events cannot be checked.")
         return None
@@ -248,6 +248,19 @@ def _wrong_event(path: Path, first: Indices, count: Indices, ids: Indices, start
                 f"{expected[at]} and says {found[take[at]]} ({wrong.size:,} such pulses in row group {group}). Were rows "
                 f"moved, or is one of the files of another set?"
             )
+        cut = _cut_event(found, low, first, end, ids)
+        if cut is not None:
+            return f"{path} has pulses of event {cut} beyond those that the table of events gives it: one of them is wrong."
+    return None
+
+
+def _cut_event(found: Indices, low: int, first: Indices, end: Indices, ids: Indices) -> int | None:
+    """An event whose pulses go on before or after the rows that the table names, as far as these rows show."""
+    for neighbour in (first - 1, end):
+        here = (neighbour >= low) & (neighbour < low + len(found))
+        same = np.flatnonzero(found[neighbour[here] - low] == ids[here])
+        if same.size:
+            return int(ids[here][same[0]])
     return None
 
 

@@ -63,7 +63,9 @@ def check_labels(
             f"wrong folders, or numbered in another order? --data.check_labels false trains all the same."
         )
     if swapped := _swapped(known_scores, labels[judge], unknown_scores, labels[other]):
-        pairs = listed([f"{classes.names[one]} and {classes.names[other]} look like each other" for one, other in swapped])
+        pairs = listed(
+            [f"{classes.names[one]} and {classes.names[other]} look like each other" for one, other in swapped]
+        )
         raise UserError(
             f"Some classes seem to be swapped between training and validation: to a quick classifier of training images, "
             f"in validation {pairs}, and among other training images they do not. Are their folders or numbers mixed up? "
