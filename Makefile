@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export STOKER_CACHE ?= $(CURDIR)/.venv/stoker-cache
 
-.PHONY: demo test check lock bench clean
+.PHONY: demo test test-slow fuzz check lock bench clean
 
 demo: .venv/ready  ## simulate, train, evaluate, print a result table
 	$(BIN)/stoker train icecube:demo
@@ -11,6 +11,12 @@ demo: .venv/ready  ## simulate, train, evaluate, print a result table
 
 test: check  ## formatting, lint, types, import contract, and every test
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-slow: .venv/ready  ## the cases that the gate has only a few of: twenty faults in a row
+	STOKER_SLOW=1 $(BIN)/python -m pytest tests/e2e/test_ranks_survive.py
+
+fuzz: .venv/ready  ## thousands of mutated files of every format, and what became of them
+	$(BIN)/python tests/faults/fuzz.py --cases 3000
 
 check: .venv/ready  ## everything but the tests
 	$(BIN)/ruff format --check .

