@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from stoker.runs.events import read_events
+
 SMALL = [
     "--model.width",
     "16",
@@ -85,8 +87,7 @@ class Stoker:
         """The loss of every step; of a step that was repeated after a restart, the later one."""
         if run is None or not (run / "events.jsonl").exists():
             return {}
-        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if line.endswith("}")]
-        return {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+        return {event["step"]: event["loss"] for event in read_events(run / "events.jsonl", "step")}
 
 
 @pytest.fixture

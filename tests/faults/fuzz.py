@@ -329,7 +329,7 @@ class Checkpoints(Format):
         random = {key.removeprefix("0/"): value for key, value in snapshot.tensors["random"].items()}
         try:
             restore_random_states(random)
-        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             from stoker.errors import UserError
 
             raise UserError(f"caught by Engine.restore: {error}") from error

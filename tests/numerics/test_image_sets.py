@@ -92,7 +92,7 @@ def test_a_packed_set_that_is_not_whole_is_refused(pictures: Path, tmp_path: Pat
     for content, words in (
         ("{", "cannot be read"),
         ("[]", "cannot be read"),
-        (manifest.replace('"version": 1', '"version": 7'), "format 7"),
+        (manifest.replace('"version": 2', '"version": 7'), "was changed since"),
     ):
         (tmp_path / "packed" / "images.json").write_text(content)
         with pytest.raises(UserError, match=words):
@@ -135,11 +135,11 @@ def test_a_pack_that_was_killed_goes_on_and_never_mixes(
     write = module._write_shard
     written: list[str] = []
 
-    def dies_at_the_third(request, chosen, shard, pool, bar):  # type: ignore[no-untyped-def]
+    def dies_at_the_third(request, chosen, shard, *rest):  # type: ignore[no-untyped-def]
         if len(written) == 3:
             raise KeyboardInterrupt
         written.append(shard.name)
-        write(request, chosen, shard, pool, bar)
+        write(request, chosen, shard, *rest)
 
     request = PackRequest(pictures, tmp_path / "out", short_side=48, quality=80, shuffled=3)
     monkeypatch.setattr(module, "_write_shard", dies_at_the_third)

@@ -4,9 +4,12 @@ import os
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
+
+from stoker.files import only_one
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -16,6 +19,16 @@ def cache_folder() -> Path:
     """$STOKER_CACHE, or .cache/stoker in the home directory."""
     named = os.environ.get("STOKER_CACHE")
     return Path(named) if named else Path.home() / ".cache" / "stoker"
+
+
+@contextmanager
+def made_by_one(folder: Path, waiting: str | None = None) -> Iterator[None]:
+    """Inside the block this process alone makes, or finds, a folder of the cache; `waiting` is said to those who wait."""
+    if cache_folder().is_dir() and not os.access(cache_folder(), os.W_OK):
+        yield  # nobody makes anything here: what is there can be used all the same
+        return
+    with only_one(cache_folder() / "locks" / f"{folder.parent.name}-{folder.name}", waiting):
+        yield
 
 
 def free_bytes(folder: Path) -> int:

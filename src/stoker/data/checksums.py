@@ -46,7 +46,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """What `write_manifest` wrote; raises OSError or ValueError where it is not that any more."""
     content = json.loads(path.read_text())
     if not isinstance(content, dict) or OWN not in content:
-        raise ValueError("it holds no checksum of its own")
+        raise ValueError("it has no checksum of its own: it is damaged, or of an older version")
     if content.pop(OWN) != _own(content):
         raise ValueError("it was changed since it was written")
     return content

@@ -226,7 +226,7 @@ class Engine:
         try:
             self.meter.restore(state["meter"], self.trainer.device)
             checkpoint.restore_random_states(_of_rank(snapshot.tensors["random"], self.trainer.ranks.rank))
-        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(f"The checkpoint {path} holds random states that are none: {error}.") from error
         self.watch.restore(state["recent_losses"])
         self.bad_steps.total, self.bad_steps.in_a_row = state["bad_steps"]

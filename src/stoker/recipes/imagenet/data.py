@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 
 from stoker import console
-from stoker.data.cache import cache_folder
+from stoker.data.cache import cache_folder, made_by_one
 from stoker.data.order import ExactOrder, Order, RepeatedOrder, hashed
 from stoker.data.plan import MicroBatch
 from stoker.data.processes import Helper, Processes
@@ -22,7 +22,6 @@ from stoker.data.ragged import Indices
 from stoker.data.samples import ListSubset, SampleTable, Subset
 from stoker.data.stages import Stage
 from stoker.errors import UserError
-from stoker.files import only_one
 from stoker.recipe import RunConfig, RunData
 from stoker.recipes.imagenet import crops
 from stoker.recipes.imagenet.augment import NUMBERS_OF_ERASING, Erasing, Mixing, RandAugment
@@ -186,7 +185,7 @@ def data_root(run: RunConfig) -> Path:
 @cache
 def _drawn(per_class: int, held_out: int, seed: int) -> Path:
     folder = cache_folder() / "drawn" / f"images-{per_class}-{held_out}-{seed}"
-    with only_one(folder.with_name(f".{folder.name}.lock"), "Another process draws the same images: waiting for it."):
+    with made_by_one(folder, "Another process draws the same images: waiting for it."):
         if not folder.exists():
             console.say(f"No data.path was given: drawing {10 * (per_class + held_out):,} images into {folder}.")
             draw_set(folder, per_class, held_out, seed)
