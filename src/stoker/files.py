@@ -61,17 +61,17 @@ def check_regular(path: Path) -> None:
 
 
 @contextmanager
-def only_one(lock: Path, waiting: str | None = None, *, in_work: bool = False) -> Iterator[None]:
+def file_lock(lock: Path, waiting: str | None = None, *, may_vanish: bool = False) -> Iterator[None]:
     """One process at a time inside the block; the lock dies with its process. `waiting` is said to those who wait.
 
-    A lock `in_work` lies in a folder that whoever finishes the work renames: then there is nothing left to lock.
+    A lock `may_vanish` lies in a folder that whoever finishes the work renames: then there is nothing left to lock.
     """
-    if not in_work:
+    if not may_vanish:
         lock.parent.mkdir(parents=True, exist_ok=True)
     try:
         file = lock.open("a")
     except FileNotFoundError:
-        if not in_work:
+        if not may_vanish:
             raise
         yield
         return

@@ -127,6 +127,23 @@ def test_a_stop_is_a_stop(another_stoker: Callable[[str], Stoker], events_dir: P
     assert asked.losses(run) == whole.losses(whole.only_run())
 
 
+def test_a_rank_that_torchrun_started_and_that_is_stopped_is_not_started_again(
+    stoker: Stoker, events_dir: Path
+) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
+               "--rdzv-endpoint=localhost:0", "--rdzv-id=stopped", "--max-restarts=3", "-m", "stoker", "train", "icecube",
+               *SMALL, "--train.epochs", "50", "--data.path", str(events_dir)]  # fmt: skip
+    process = subprocess.Popen(
+        command, cwd=stoker.folder, env=stoker.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_until(lambda: len(stoker.losses(stoker.only_run())) >= 3, process)
+    ranks_of(process.pid)[1].terminate()
+    _, text = process.communicate(timeout=100)
+    assert process.returncode == 0, text  # torchrun would start a failure again
+    assert len(events_of(stoker.only_run(), "start")) == 1
+    assert events_of(stoker.only_run(), "end")[-1]["state"] == "stopped"
+
+
 def test_a_launcher_that_is_killed_leaves_nobody_training(stoker: Stoker, events_dir: Path) -> None:
     process = stoker.start("train", "icecube", "--data.path", events_dir, *SMALL, "--train.epochs", "50", "--gpus", "2")
     wait_until(lambda: len(stoker.losses(stoker.only_run())) >= 3, process)

@@ -184,8 +184,8 @@ def test_packing_has_the_limit_on_broken_images_that_training_has(
 
 
 def test_two_swapped_classes_of_ten_are_noticed(tmp_path: Path) -> None:
-    from stoker.recipes.imagenet.data import choose_images
     from stoker.recipes.imagenet.probe import check_labels
+    from stoker.recipes.imagenet.subset import choose_images
 
     def check() -> None:
         chosen = choose_images(open_images(tmp_path / "set"), None, None, 0, 0.1)

@@ -56,6 +56,7 @@ def with_value(path: Path, name: str, value: Any, kind: pa.DataType) -> None:
         ("time", None, pa.int64(), "empty"),
         ("auxiliary", None, pa.bool_(), "empty"),
         ("charge", "much", pa.string(), "charge"),
+        ("charge", 1e300, pa.float64(), "beyond all bounds"),
     ],
 )
 def test_a_value_that_would_be_converted_into_another_is_named(

@@ -17,14 +17,15 @@ from stoker.errors import MachineError, UserError
 from stoker.launch.build import build_parts
 from stoker.launch.targets import resolve_target
 from stoker.recipe import PackRequest
-from stoker.recipes.imagenet import data
-from stoker.recipes.imagenet.data import ImageNetData, choose_images, size_at
+from stoker.recipes.imagenet import decoder, subset
+from stoker.recipes.imagenet.config import ImageNetData, size_at
 from stoker.recipes.imagenet.draw import CLASSES, draw_set
 from stoker.recipes.imagenet.gpu_decode import GpuDecoder
 from stoker.recipes.imagenet.pack import pack
 from stoker.recipes.imagenet.predict import _own_samples
 from stoker.recipes.imagenet.recipe import RECIPE
 from stoker.recipes.imagenet.sources import FolderReader, open_images
+from stoker.recipes.imagenet.subset import choose_images
 from stoker.train.parallel import Ranks
 
 BASE = ("--run.device", "cpu", "--loader.batch_size", "16", "--data.size", "32")
@@ -205,7 +206,7 @@ def test_permuted_validation_labels_are_found_before_the_first_step(tmp_path: Pa
     draw_set(tmp_path / "set", per_class=120, held_out=40, seed=1)
     parts_of(tmp_path / "set")  # as it is, nobody complains
     spoil(tmp_path / "set", "permuted")
-    data._opened.cache_clear()
+    subset._opened.cache_clear()
     with pytest.raises(UserError, match=r"do not seem to mean.*(circle|square|ring|dots|waves) looks like \w+"):
         parts_of(tmp_path / "set")
     assert parts_of(tmp_path / "set", "--data.check_labels", "false") is not None
@@ -220,7 +221,7 @@ def batches_of(path: Path, *words: str) -> list[torch.Tensor]:
 def test_batches_do_not_depend_on_threads_or_processes(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = ("--data.rand_augment", "2", "--data.mixup", "0.2", "--data.cutmix", "1.0", "--data.erasing", "0.5")
     first = batches_of(pictures, *every, "--loader.threads", "1")
-    monkeypatch.setattr(data, "PART", 5)  # several parts a batch
+    monkeypatch.setattr(decoder, "PART", 5)  # several parts a batch
     for words in (
         ("--loader.threads", "3", "--loader.look_ahead", "2"),
         ("--loader.threads", "2", "--data.processes", "2"),

@@ -161,3 +161,49 @@ def test_ranks_that_found_different_machines_are_told(monkeypatch: pytest.Monkey
                 checks.check_same_settings(mine)
         else:
             checks.check_same_settings(mine)
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "key"),
+    [
+        ("imagenet:baseline", ["--model.width", "32"], "model.width"),
+        ("imagenet", ["--loader.window", "100"], "loader.window"),
+        ("icecube", ["--data.mode", "packed", "--loader.window", "100"], "loader.window"),
+        ("icecube", ["--log.offline", "true"], "log.offline"),
+        ("icecube", ["--log.project", "mine"], "log.project"),
+        ("icecube", ["--data.only_present", "true"], "data.only_present"),
+    ],
+)
+def test_keys_that_another_group_makes_useless_are_refused(target: str, words: list[str], key: str) -> None:
+    from stoker.launch.targets import resolve_target
+
+    with pytest.raises(UserError, match=rf"--{key} would change nothing"):
+        resolve_target(target, words)
+
+
+def test_every_generator_follows_the_seed(tmp_path: Path, events_dir: Path) -> None:
+    import random
+
+    import numpy as np
+    import torch
+
+    from stoker.launch.build import build_parts
+    from stoker.launch.targets import resolve_target
+    from stoker.train.parallel import Ranks
+
+    target = resolve_target("icecube", ["--data.path", str(events_dir), "--run.device", "cpu", "--run.seed", "5"])
+
+    def drawn() -> tuple[float, float, float]:
+        random.seed()
+        build_parts(target.recipe, target.config, Ranks())
+        return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
+
+    assert drawn() == drawn()
+
+
+@pytest.mark.parametrize("text", [".inf", "-.inf", ".nan"])
+def test_numbers_that_are_not_finite_are_no_settings(text: str) -> None:
+    from stoker.launch.targets import resolve_target
+
+    with pytest.raises(UserError, match=r"train\.lr cannot be"):
+        resolve_target("icecube", ["--train.lr", text])

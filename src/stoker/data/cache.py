@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from stoker.files import only_one
+from stoker.files import file_lock
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -22,12 +22,12 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def made_by_one(folder: Path, waiting: str | None = None) -> Iterator[None]:
+def cache_lock(folder: Path, waiting: str | None = None) -> Iterator[None]:
     """Inside the block this process alone makes, or finds, a folder of the cache; `waiting` is said to those who wait."""
     if cache_folder().is_dir() and not os.access(cache_folder(), os.W_OK):
         yield  # nobody makes anything here: what is there can be used all the same
         return
-    with only_one(cache_folder() / "locks" / f"{folder.parent.name}-{folder.name}", waiting):
+    with file_lock(cache_folder() / "locks" / f"{folder.parent.name}-{folder.name}", waiting):
         yield
 
 

@@ -28,7 +28,7 @@ from stoker.data.ragged import Array, Indices, offsets_of, range_indices
 from stoker.data.samples import PLACE_COLUMNS, SampleTable, new_table, open_table, shard_rows
 from stoker.data.store import MANIFEST, VERSION, PackedStore, column_path, open_store
 from stoker.errors import MachineError, UserError
-from stoker.files import only_one, said_if_full, sync_folder, write_json
+from stoker.files import file_lock, said_if_full, sync_folder, write_json
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _pack(out: Path, work: Path, packing: Packing, threads: int, rank: int, num_
         writer = _Writer(work, packing)
         for _ in pool.map(writer.write_shard, todo):
             bar.advance()
-    with only_one(work / "lock", in_work=True):
+    with file_lock(work / "lock", may_vanish=True):
         if out.exists():  # another rank was quicker
             return open_store(out)
         if not all(_done_path(work, shard).exists() for shard in range(len(packing.table.shards))):

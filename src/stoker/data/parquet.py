@@ -22,6 +22,9 @@ from stoker.data.samples import SampleTable
 from stoker.errors import UserError
 from stoker.files import check_regular
 
+# What pyarrow raises where bytes are not what they should be, such as a name that is no text.
+DAMAGE = (OSError, ValueError, ArithmeticError, pa.ArrowException)
+
 # Arrow's own allocator keeps memory for every thread that ever decoded, and each epoch has new threads.
 pa.set_memory_pool(pa.system_memory_pool())
 
@@ -153,7 +156,7 @@ def named_if_damaged(path: Path) -> Iterator[None]:
         yield
     except PermissionError as error:
         raise UserError(f"{path} may not be read: {error.strerror or error}.") from error
-    except (OSError, pa.ArrowException) as error:
+    except DAMAGE as error:
         raise UserError(f"{path} is damaged and cannot be read ({error}). Fetch it again.") from error
 
 
@@ -172,7 +175,7 @@ def open_parquet(
         raise UserError(f"The file {path} is missing.") from None
     except PermissionError as error:
         raise UserError(f"{path} may not be read: {error.strerror or error}.") from error
-    except (OSError, pa.ArrowException) as error:
+    except DAMAGE as error:
         raise UserError(
             f"{path} is not a complete Parquet file ({error}). It may have been cut short while it was "
             f"copied: fetch it again."
@@ -196,7 +199,8 @@ def as_array(columns: Sequence[pa.ChunkedArray], kind: npt.DTypeLike, name: str,
             )
         values = _as_numpy(chunk)
         _check_fits(values, dtype, name, path)
-        out[at : at + len(chunk)] = values
+        with np.errstate(over="ignore"):  # a float beyond float32 becomes infinite, which the recipe's checks know
+            out[at : at + len(chunk)] = values
         at += len(chunk)
     return out
 

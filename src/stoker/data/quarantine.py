@@ -25,7 +25,7 @@ class Quarantine:
     def __init__(self, table: SampleTable, policy: str) -> None:
         self._table, self._policy = table, policy
         self._bad: dict[int, str] = {}
-        self._news: list[dict[str, object]] = []
+        self._unreported: list[dict[str, object]] = []
         self._lock = threading.Lock()
         for shard, reason in table.unreadable.items():
             self.add(BadShard(shard, reason))
@@ -42,7 +42,9 @@ class Quarantine:
                 return
             self._bad[error.shard] = str(error)
             num_samples = len(shard_rows(self._table, error.shard))
-            self._news.append({"file": self._table.shards[error.shard], "samples": num_samples, "reason": str(error)})
+            self._unreported.append(
+                {"file": self._table.shards[error.shard], "samples": num_samples, "reason": str(error)}
+            )
         console.say(
             f"QUARANTINE: {num_samples:,} samples of {self._table.shards[error.shard]} are left out from here on. {error}"
         )
@@ -53,8 +55,8 @@ class Quarantine:
             return rows
         return rows[~np.isin(self._table.columns["shard"][rows], list(self._bad))]
 
-    def take_news(self) -> list[dict[str, object]]:
+    def drain(self) -> list[dict[str, object]]:
         """What was quarantined since the last call, for the run's events."""
         with self._lock:
-            news, self._news = self._news, []
-        return news
+            found, self._unreported = self._unreported, []
+        return found

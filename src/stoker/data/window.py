@@ -45,7 +45,7 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class _Course:
+class _EpochOrder:
     """What an epoch will ask for."""
 
     sort_keys: SortKeys
@@ -63,7 +63,7 @@ class WindowSource:
         # What falls back is rare or small (validation); it gets an eighth.
         self._anywhere = ParquetSource(root, table, columns, cache_bytes // 8)
         self._cache: ByteCache[tuple[int, int], _Block] = ByteCache(cache_bytes - cache_bytes // 8)
-        self._course: _Course | None = None
+        self._epoch: _EpochOrder | None = None
         self._bad: set[int] = set()  # shards that could not be read
         self._lock = threading.Lock()
 
@@ -71,69 +71,71 @@ class WindowSource:
         """From now on samples come in the order of these keys, which are None for rows that are not part of it, and
         blocks in this order."""
         place = {int(block): number for number, block in enumerate(blocks)}
-        self._course = _Course(sort_keys, blocks, place, self._course.turn + 1 if self._course else 0)
+        self._epoch = _EpochOrder(sort_keys, blocks, place, self._epoch.turn + 1 if self._epoch else 0)
 
     def gather(self, rows: Indices) -> tuple[Ragged, Indices]:
         """These samples in an order of our own, and that order."""
-        course = self._course
-        keys = course.sort_keys(rows) if course is not None and len(rows) else None
-        if course is None or keys is None or self._table.blocks is None:
+        epoch = self._epoch
+        keys = epoch.sort_keys(rows) if epoch is not None and len(rows) else None
+        if epoch is None or keys is None or self._table.blocks is None:
             return self._anywhere.gather(rows), rows
         lowest, highest = int(keys.min()), int(keys.max())
         numbers = np.unique(np.searchsorted(self._table.blocks, rows, side="right") - 1).tolist()
-        blocks = self._blocks(numbers, course)
+        blocks = self._blocks(numbers, epoch)
         parts = [
             (block, bisect_left(block.keys, lowest), bisect_right(block.keys, highest)) for block in blocks.values()
         ]
         if sum(end - begin for _, begin, end in parts) != len(rows):  # others take part of this stretch
             return self._anywhere.gather(rows), rows
         joined = _join(parts, list(self._types))
-        self._let_go(blocks, parts, course)
-        self._read_ahead(numbers, course)
+        self._drop_delivered(blocks, parts, epoch)
+        self._read_ahead(numbers, epoch)
         return joined
 
     def where(self, rows: Indices) -> str:
         return self._anywhere.where(rows)
 
-    def _blocks(self, numbers: list[int], course: "_Course") -> dict[int, "_Block"]:
+    def _blocks(self, numbers: list[int], epoch: "_EpochOrder") -> dict[int, "_Block"]:
         """The blocks, some of them decoded here; what other threads are decoding is left to them and waited for last."""
         found: dict[int, _Block] = {}
         for number in numbers:
-            block = self._cache.get_unless_busy(*self._recipe(number, course))
+            block = self._cache.get_unless_busy(*self._cache_entry(number, epoch))
             if block is not None:
                 found[number] = block
-        return {number: found.get(number) or self._cache.get(*self._recipe(number, course)) for number in numbers}
+        return {number: found.get(number) or self._cache.get(*self._cache_entry(number, epoch)) for number in numbers}
 
-    def _read_ahead(self, numbers: list[int], course: "_Course") -> None:
+    def _read_ahead(self, numbers: list[int], epoch: "_EpochOrder") -> None:
         """Decodes the block that comes next, so that no batch has to wait for it.
 
         A bad one is left to the batch that needs it: that one names its samples, and can do without them.
         """
-        newest = max(course.place[number] for number in numbers)
-        for number in course.blocks[newest + 1 : newest + 1 + READ_AHEAD].tolist():
-            if self._shard_of(number) in self._bad or self._cache.has(key := (course.turn, number)):
+        newest = max(epoch.place[number] for number in numbers)
+        for number in epoch.blocks[newest + 1 : newest + 1 + READ_AHEAD].tolist():
+            if self._shard_of(number) in self._bad or self._cache.has(key := (epoch.turn, number)):
                 continue
             if not self._cache.is_busy(key):
                 with suppress(BadShard):
-                    self._cache.get_unless_busy(*self._recipe(number, course))
+                    self._cache.get_unless_busy(*self._cache_entry(number, epoch))
                 return
 
     def _shard_of(self, block: int) -> int:
         assert self._table.blocks is not None
         return int(self._table.columns["shard"][self._table.blocks[block]])
 
-    def _let_go(self, blocks: "dict[int, _Block]", parts: "list[tuple[_Block, int, int]]", course: "_Course") -> None:
+    def _drop_delivered(
+        self, blocks: "dict[int, _Block]", parts: "list[tuple[_Block, int, int]]", epoch: "_EpochOrder"
+    ) -> None:
         """Every sample comes once: a block whose samples are all delivered is not needed again."""
         for number, (block, begin, end) in zip(blocks, parts, strict=True):
             with self._lock:
                 block.delivered += end - begin
             if block.delivered == len(block.rows):
-                self._cache.drop((course.turn, number))
+                self._cache.drop((epoch.turn, number))
 
-    def _recipe(
-        self, number: int, course: "_Course"
+    def _cache_entry(
+        self, number: int, epoch: "_EpochOrder"
     ) -> tuple[tuple[int, int], Callable[[], "_Block"], Callable[["_Block"], int]]:
-        return (course.turn, number), lambda: self._decode(number, course.sort_keys), lambda block: block.num_bytes
+        return (epoch.turn, number), lambda: self._decode(number, epoch.sort_keys), lambda block: block.num_bytes
 
     def _decode(self, number: int, sort_keys: SortKeys) -> _Block:
         """Reads the row groups of a block, and the little of the next one that its last sample reaches into."""

@@ -296,7 +296,11 @@ def _run(
 ) -> Outcome:
     config = target.config
     values = settings.kept_values(config)
-    with EventLog(run.events if ranks.is_first else Path(os.devnull)) as log, _said_in(run, ranks), _end_recorded(log):
+    with (
+        EventLog(run.events if ranks.is_first else Path(os.devnull)) as log,
+        _logged_to(run, ranks),
+        _end_recorded(log),
+    ):
         listener = open_tracker(config.log, run.path, run.path.name, values) if ranks.is_first else None
         log.listeners += [listener] if listener else []
         trainer = Trainer(
@@ -354,7 +358,7 @@ def _introduce(
 
 
 @contextmanager
-def _said_in(run: RunFolder, ranks: Ranks) -> Iterator[None]:
+def _logged_to(run: RunFolder, ranks: Ranks) -> Iterator[None]:
     if not ranks.is_first:
         yield
         return

@@ -292,10 +292,10 @@ def load_optimizer(
         parameter = parameters[parameter_name]
         if value.ndim and value.shape != parameter.shape:
             raise UserError(f"The optimizer state in {where} has {name} of another shape than the model's.")
-        optimizer.state[parameter][kind] = _beside(parameter, value)
+        optimizer.state[parameter][kind] = _laid_out_like(parameter, value)
 
 
-def _beside(parameter: Tensor, value: Tensor) -> Tensor:
+def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
     """On the parameter's device and laid out like it: fused optimizers walk through both alike."""
     if value.shape != parameter.shape:
         return value.to(parameter.device) if value.ndim or parameter.is_cuda else value

@@ -17,7 +17,7 @@ class TrainConfig:
     lr_batch: Annotated[int, Field(ge=1)] | None = None  # samples a step that lr is stated for; None: used as it is
     lr_rule: Literal["linear", "sqrt"] = "linear"  # how lr grows with the number of samples a step beyond lr_batch
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of sgd
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of adamw
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of adamw and lamb, like the next
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     weight_decay: Annotated[float, Field(ge=0), AlsoCalled("wd")] = 0.01  # not on norms, biases and embeddings
     clip_norm: Annotated[float, Field(gt=0), AlsoCalled("grad_clip", "max_grad_norm")] | None = 1.0

@@ -24,7 +24,7 @@ from stoker.train import checkpoint, parallel
 from stoker.train.checkpoint import RandomStates, Saver, Snapshot
 from stoker.train.config import TrainConfig
 from stoker.train.evaluate import evaluate
-from stoker.train.guards import BadSteps, LossWatch, Sent, Suspect
+from stoker.train.guards import AsyncCopy, BadSteps, LossWatch, UncheckedStep
 from stoker.train.meter import Meter, device_line, host_bytes
 from stoker.train.optim import build_optimizer
 from stoker.train.parallel import Ranks
@@ -76,7 +76,7 @@ class Engine:
         self.evaluation_due = False  # of the step that was restored
         self.recompiles = self._digest = 0
         self._released = time.monotonic()
-        self._norms: tuple[int, Sent] | None = None
+        self._norms: tuple[int, AsyncCopy] | None = None
         self.meter, self.watch = Meter(), LossWatch(config, task.know_nothing_loss, trainer.log)
         self.bad_steps = BadSteps(config, trainer.folder / "bad_steps", trainer.log, self._ids, self._write_bundle)
         self.saver = Saver(trainer.folder / "checkpoints", task.goal, config.keep_best)
@@ -97,12 +97,12 @@ class Engine:
         result = self.stepper.compute(step, stop_asked)
         if self.config.compile and self.step >= COMPILE_WARMUP:
             self.recompiles += _num_graphs() - graphs
-        flags = Sent(torch.stack([result.alarm, result.stop]))
-        # The suspect of the step before is looked at now: the weights have not changed since, if it was bad.
+        flags = AsyncCopy(torch.stack([result.alarm, result.stop]))
+        # The unchecked of the step before is looked at now: the weights have not changed since, if it was bad.
         self.bad_steps.check()
         self.write_norms()
         rows = step.loaded.rows
-        self.bad_steps.expect(Suspect(self.step + 1, rows, random_states, flags))
+        self.bad_steps.expect(UncheckedStep(self.step + 1, rows, random_states, flags))
         self._digest = zlib.crc32(rows.tobytes())
         return result
 
@@ -120,8 +120,8 @@ class Engine:
                 self.watch.look_at(number, loss)
         trainer.log.write("step", step=self.step, **self._place(), lr=lr, **reading.event(), host_bytes=host_bytes())
         trainer.log.write("loader", step=self.step, **trainer.training.times.read())
-        for news in trainer.quarantine.take_news():
-            trainer.log.write("quarantine", step=self.step, **news)
+        for left_out in trainer.quarantine.drain():
+            trainer.log.write("quarantine", step=self.step, **left_out)
         metric = "" if self.score is None else f"  {self.task.metric} {self.score:.4f}"
         console.say(
             f"step {self.step}/{self.total}  loss {reading.loss:.4f}{metric}  lr {lr:.2e}  gradient {reading.norm:.2f}  "
@@ -137,7 +137,7 @@ class Engine:
         moved = torch._foreach_norm(torch._foreach_sub([p.detach() for p in self.stepper.parameters], before))
         sizes = torch._foreach_norm(before)
         ratios = torch.stack(moved) / torch.stack(sizes).clamp_min(1e-12)
-        self._norms = self.step, Sent(torch.stack([result.norms, ratios]))
+        self._norms = self.step, AsyncCopy(torch.stack([result.norms, ratios]))
 
     def write_norms(self) -> None:
         """Norms that were sent a step ago, or none."""
@@ -301,19 +301,19 @@ class Engine:
     def _ids(self, rows: Indices) -> Indices:
         return np.array(self.trainer.training.plan.table.columns["id"][rows], np.int64)
 
-    def _write_bundle(self, path: Path, suspect: Suspect) -> None:
+    def _write_bundle(self, path: Path, unchecked: UncheckedStep) -> None:
         """Weights and optimizer before the step, samples, random numbers and configuration: enough to replay it.
 
         Every rank learns of a bad step at the same moment and comes here; the first one writes.
         """
-        snapshot = self.snapshot(suspect.random)
+        snapshot = self.snapshot(unchecked.random)
         if not self.trainer.ranks.is_first:
             return
-        ids = torch.from_numpy(self._ids(suspect.rows))
-        samples = {"rows": torch.from_numpy(suspect.rows.copy()), "ids": ids}
+        ids = torch.from_numpy(self._ids(unchecked.rows))
+        samples = {"rows": torch.from_numpy(unchecked.rows.copy()), "ids": ids}
         path.parent.mkdir(exist_ok=True)
         tensors = {**snapshot.tensors, "samples": samples}
-        checkpoint.write_checkpoint(path, Snapshot(tensors, {**snapshot.state, "step": suspect.step}))
+        checkpoint.write_checkpoint(path, Snapshot(tensors, {**snapshot.state, "step": unchecked.step}))
 
 
 def total_steps(config: TrainConfig, loader: Loader[Any]) -> int:

@@ -25,7 +25,7 @@ SPIKE_WINDOW, SPIKE_SIGMAS, SPIKE_LEAST = 128, 6.0, 64
 STUCK_SHARE = 0.98  # of the know-nothing loss
 
 
-class Sent:
+class AsyncCopy:
     """Numbers on their way from the device; by the time they are read the device has the next step queued."""
 
     def __init__(self, values: Tensor) -> None:
@@ -43,13 +43,13 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Suspect:
+class UncheckedStep:
     """A step whose flag has not been looked at: all that is needed to write it down if it turns out bad."""
 
     step: int
     rows: Indices  # of the sample table
     random: RandomStates  # before the step
-    flags: Sent  # whether it was bad, and whether a rank was asked to stop
+    flags: AsyncCopy  # whether it was bad, and whether a rank was asked to stop
 
 
 class BadSteps:
@@ -61,40 +61,40 @@ class BadSteps:
         folder: Path,
         log: EventLog,
         ids: Callable[[Indices], Indices],
-        write: Callable[[Path, Suspect], None],
+        write: Callable[[Path, UncheckedStep], None],
     ) -> None:
         self._limit, self._folder, self._log, self._ids, self._write = config.bad_steps, folder, log, ids, write
-        self._pending: Suspect | None = None
+        self._pending: UncheckedStep | None = None
         self.total = self.in_a_row = 0
         self.stop_asked = False  # all ranks learn of it at the same step
 
-    def expect(self, suspect: Suspect) -> None:
-        self._pending = suspect
+    def expect(self, unchecked: UncheckedStep) -> None:
+        self._pending = unchecked
 
     def check(self) -> None:
         """Looks at the step before; must be called before the weights change again."""
-        suspect, self._pending = self._pending, None
-        if suspect is None:
+        unchecked, self._pending = self._pending, None
+        if unchecked is None:
             return
-        bad, stop = suspect.flags.read().tolist()
+        bad, stop = unchecked.flags.read().tolist()
         self.stop_asked |= stop > 0
         if not bad > 0:
             self.in_a_row = 0
             return
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
-        path = self._folder / f"step-{suspect.step:08d}"
-        self._write(path, suspect)
-        ids = self._ids(suspect.rows).tolist()
-        self._log.write("bad_step", step=suspect.step, samples=ids, bundle=path.name, in_a_row=self.in_a_row)
+        path = self._folder / f"step-{unchecked.step:08d}"
+        self._write(path, unchecked)
+        ids = self._ids(unchecked.rows).tolist()
+        self._log.write("bad_step", step=unchecked.step, samples=ids, bundle=path.name, in_a_row=self.in_a_row)
         some = ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
         console.say(
-            f"BAD STEP {suspect.step}: loss or gradient not finite; skipped, weights kept. Samples {some}. Bundle: {path}"
+            f"BAD STEP {unchecked.step}: loss or gradient not finite; skipped, weights kept. Samples {some}. Bundle: {path}"
         )
         if self.in_a_row >= self._limit:
             raise MachineError(
                 f"{self.in_a_row} steps in a row had a loss or gradient that is not finite, the last one step "
-                f"{suspect.step}. The weights are as they were before the first of them. What is needed to replay it is in "
-                f"{path}."
+                f"{unchecked.step}. The weights are as they were before the first of them. What is needed to replay it is "
+                f"in {path}."
             )
 
 

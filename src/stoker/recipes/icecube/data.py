@@ -12,7 +12,7 @@ from pydantic import Field
 
 from stoker import console
 from stoker.data import samples, store
-from stoker.data.cache import cache_folder, free_bytes, made_by_one
+from stoker.data.cache import cache_folder, cache_lock, free_bytes
 from stoker.data.loader import LoaderConfig
 from stoker.data.order import ExactOrder, Order, WindowOrder
 from stoker.data.pack import pack
@@ -210,7 +210,7 @@ def _may_pack(root: Path, table: SampleTable) -> bool:
 
 def _packed_copy(root: Path, table: SampleTable, loader: LoaderConfig) -> PackedStore:
     path = _copy_path(table)
-    with made_by_one(path, f"Another process packs {root}: waiting for it."):
+    with cache_lock(path, f"Another process packs {root}: waiting for it."):
         if is_store(path):
             return open_store(path)
         console.say(f"Packing {len(table):,} events of {root} into {path}, once; --data.mode direct does without.")
@@ -376,7 +376,7 @@ def _thin(read: _Read, table: SampleTable, cap: int, *, grouped: bool) -> _Read:
 def _simulated(num_events: int, num_files: int, seed: int, device: str) -> Path:
     """Made on the GPU where the run uses one: much faster, and other events for the same seed."""
     folder = cache_folder() / "simulated" / f"icecube-{num_events}-{num_files}-{seed}-{device}"
-    with made_by_one(folder, "Another process simulates the same events: waiting for it."):
+    with cache_lock(folder, "Another process simulates the same events: waiting for it."):
         if not (folder / "train_meta.parquet").exists():
             console.say(f"No data.path was given: simulating {num_events:,} events into {folder}.")
             simulate(folder, num_events=num_events, num_files=num_files, seed=seed, device=device, force=True)

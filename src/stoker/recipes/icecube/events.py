@@ -26,6 +26,7 @@ PULSE_COLUMNS: dict[str, npt.DTypeLike] = {
     "auxiliary": np.bool_,
 }
 CHARGE_TYPES = (np.uint16, np.float32, np.float64)  # codes of the grid, or the charge itself
+MOST_CHARGE = float(np.finfo(np.float32).max)  # what models compute with
 LABELS: dict[str, npt.DTypeLike] = {"azimuth": np.float32, "zenith": np.float32}
 
 
@@ -130,7 +131,11 @@ def check_pulses(root: Path, table: SampleTable, rows: Indices, pulses: Mapping[
     sensor, charge = pulses["sensor_id"], pulses["charge"]
     for wrong, what, values in (
         ((sensor < 0) | (sensor >= NUM_SENSORS), f"a sensor id outside 0 .. {NUM_SENSORS - 1}", sensor),
-        (~(charge >= 0) | ~np.isfinite(charge), "a charge that is negative or not a number", charge),
+        (
+            ~((charge >= 0) & (charge <= MOST_CHARGE)),
+            "a charge that is negative, not a number or beyond all bounds",
+            charge,
+        ),
     ):
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
@@ -165,7 +170,8 @@ def _charge_type_of_file(path: Path) -> int:
             table = file.read_row_group(group, columns=["charge"], use_threads=False)
             charge = as_array([table.column("charge")], _charge_kind(table.column("charge").type), "charge", path)
         if not (np.isfinite(charge).all() and _on_grid(charge)):
-            exact = (charge.astype(np.float32) == charge) | np.isnan(charge)
+            with np.errstate(over="ignore"):
+                exact = (charge.astype(np.float32) == charge) | np.isnan(charge)
             needed = max(needed, 1 if exact.all() else 2)
     return needed
 

@@ -86,7 +86,7 @@ def flat_10m() -> RunConfig:
 
 
 def deep() -> RunConfig:
-    """One token a pulse, scores that know the space-time interval, 6.5 M parameters; events thinned to 512 pulses."""
+    """One token a pulse, scores that know the space-time interval, 6.4 M parameters; events thinned to 512 pulses."""
     return RunConfig(
         recipe="icecube:deep",
         data=IceCubeData(simulate_events=MILLION, simulate_files=20),
@@ -108,7 +108,7 @@ def h200() -> RunConfig:
 
 
 def kaggle() -> RunConfig:
-    """The competition's 132 million events, four times: about an hour and a half of one H200 (docs/icecube.md)."""
+    """The competition's 132 million events, four times: computed to take 70 minutes of one H200 (docs/icecube.md)."""
     return RunConfig(
         recipe="icecube:kaggle",
         data=IceCubeData(path=Path("icecube-neutrinos-in-deep-ice"), validation=tuple(range(651, 661))),

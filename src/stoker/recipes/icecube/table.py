@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stoker import console
-from stoker.data.cache import cache_folder, made_by_one
+from stoker.data.cache import cache_folder, cache_lock
 from stoker.data.loader import LoaderConfig
 from stoker.data.parquet import as_array, group_starts_of, named_if_damaged, open_parquet
 from stoker.data.ragged import Array, Indices, range_indices
@@ -47,7 +47,7 @@ def open_events(
     words = f"{root.resolve()}{'' if part == 'train' else part}{' present' if only_present else ''}"
     name = f"icecube-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
     folder = (cache or cache_folder()) / "tables" / name
-    with made_by_one(folder, f"Another process makes the sample table of {root}: waiting for it."):
+    with cache_lock(folder, f"Another process makes the sample table of {root}: waiting for it."):
         table = open_table(folder)
         if table is not None and table.fingerprint != fingerprint:
             console.say(f"{root} changed since its sample table was made: making it again.")

@@ -24,12 +24,12 @@ from stoker.data.order import ExactOrder
 from stoker.data.ragged import Array, Indices
 from stoker.data.samples import SampleTable, new_table
 from stoker.errors import MachineError, UserError
-from stoker.files import only_one, said_if_full, write_bytes, write_json
+from stoker.files import file_lock, said_if_full, write_bytes, write_json
 from stoker.recipe import PackRequest
 from stoker.recipes.imagenet.broken import BrokenImages, Policy
-from stoker.recipes.imagenet.data import Chosen, choose_images
 from stoker.recipes.imagenet.decode import JPEG, Broken, decode, size_of
 from stoker.recipes.imagenet.sources import LABELS, MANIFEST, VERSION, open_images, read_manifest
+from stoker.recipes.imagenet.subset import Chosen, choose_images
 
 SHARD_BYTES = 128 << 20  # of the source, in one shard
 QUALITY = 90
@@ -64,7 +64,7 @@ def pack(request: PackRequest) -> Mapping[str, Any]:
         _claim(request.out, plan)
         with said_if_full(lambda: f"{request.out} stays, with the shards that are whole, and will be used."):
             _write_shards(request, chosen, shards)
-            with only_one(request.out / "lock", in_work=True):
+            with file_lock(request.out / "lock", may_vanish=True):
                 if not all(_index_path(request.out, shard).exists() for shard in shards):
                     return {"path": str(request.out), "state": "other ranks are still at work"}
                 if not (request.out / MANIFEST).is_file():

@@ -17,9 +17,10 @@ from stoker.errors import MachineError, UserError
 from stoker.files import write_bytes
 from stoker.recipe import Trained
 from stoker.recipes.imagenet.batch import HostImages
+from stoker.recipes.imagenet.config import ImageNetData
 from stoker.recipes.imagenet.crops import centre_crop
-from stoker.recipes.imagenet.data import ImageNetData, choose
 from stoker.recipes.imagenet.decode import Broken, decode_part, size_of
+from stoker.recipes.imagenet.subset import choose
 from stoker.recipes.imagenet.tars import ENDINGS
 from stoker.train.evaluate import inference
 from stoker.train.precision import autocast

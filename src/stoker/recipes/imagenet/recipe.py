@@ -10,8 +10,10 @@ from stoker.data.loader import Loader, LoaderConfig
 from stoker.errors import UserError
 from stoker.recipe import PackRequest, Recipe, RunConfig, RunData, Trained
 from stoker.recipes.imagenet.classes import ClassMap
-from stoker.recipes.imagenet.data import ImageNetData, choose, open_data
+from stoker.recipes.imagenet.config import ImageNetData
+from stoker.recipes.imagenet.data import open_data
 from stoker.recipes.imagenet.model import ImageModelConfig
+from stoker.recipes.imagenet.subset import choose
 from stoker.recipes.imagenet.task import ClassificationTask
 from stoker.train.config import TrainConfig
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from stoker import console
 from stoker.data import checksums
-from stoker.data.cache import cache_folder, made_by_one
+from stoker.data.cache import cache_folder, cache_lock
 from stoker.data.ragged import Array, Indices
 from stoker.data.samples import SampleTable, new_table, open_table
 from stoker.errors import UserError
@@ -241,7 +241,7 @@ def _table(root: Path, kind: str, shards: list[str], found: Sequence[_Found], cl
     digest.update("\n".join(one.name for one in found).encode())
     name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
     folder = cache_folder() / "tables" / f"images-{name}"
-    with made_by_one(folder):
+    with cache_lock(folder):
         table = open_table(folder)
         if table is None or table.fingerprint != digest.hexdigest():
             with new_table(folder, len(found), LABELS, shards, digest.hexdigest()) as writer:
