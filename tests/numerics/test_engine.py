@@ -249,3 +249,19 @@ def test_spikes_and_a_loss_at_chance_become_events(tmp_path: Path) -> None:
             watch.look_at(step, 2.0 if step == 120 else float(loss))
     events = list(read_events(tmp_path / "events.jsonl"))
     assert [(event["event"], event["step"]) for event in events] == [("spike", 120), ("stuck", 150)]
+
+
+def test_time_that_was_no_training_is_not_in_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stoker.train import meter as module
+    from stoker.train.step import StepResult
+
+    now = [100.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    meter = module.Meter()
+    zero = torch.zeros(())
+    for _ in range(4):
+        now[0] += 0.5
+        meter.add(StepResult(zero, zero, zero, zero, zero, zero), 100, 0.0)
+    now[0] += 18.0
+    meter.leave_out(18.0)  # an evaluation
+    assert meter.read().samples_per_s == pytest.approx(200)

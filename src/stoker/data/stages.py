@@ -37,6 +37,7 @@ class StageTimes:
         spent = time.perf_counter() - begin
         with self._lock:
             self._busy_s[name] += spent
+            self._count[name] += 1
             self._recent[name].append(spent)
 
     def count_bytes(self, name: str, value: Any) -> None:
@@ -70,7 +71,7 @@ class StageTimes:
                         "p50_ms": _percentile(self._recent[name], 50),
                         "p99_ms": _percentile(self._recent[name], 99),
                         "bytes": self._bytes[name],
-                        "count": len(self._recent[name]),
+                        "count": self._count[name],
                     }
                     for name in self._names
                 },
@@ -83,6 +84,7 @@ class StageTimes:
         self._wait_s = 0.0
         self._busy_s = dict.fromkeys(self._names, 0.0)
         self._bytes = dict.fromkeys(self._names, 0)
+        self._count = dict.fromkeys(self._names, 0)
         self._recent: dict[str, deque[float]] = {name: deque(maxlen=RECENT) for name in self._names}
         self._waits: deque[float] = deque(maxlen=RECENT)
         self._ready: deque[int] = deque(maxlen=RECENT)

@@ -154,7 +154,7 @@ class Engine:
 
         Comes after `save`, which has shared the running statistics of all ranks.
         """
-        trainer, task = self.trainer, self.task
+        trainer, task, begin = self.trainer, self.task, time.perf_counter()
         # A run that is resumed from the checkpoint before this evaluation must draw the same numbers after it.
         random_states = checkpoint.random_states().tensors()
         metrics = evaluate(task, trainer.validation, trainer.device, self.precision)
@@ -167,7 +167,11 @@ class Engine:
         checkpoint.restore_random_states(random_states)
         release_freed_memory()
         judged = {"metric": task.metric, "goal": task.goal, "score": self.score, "weights": weights}
-        trainer.log.write("evaluation", step=self.step, **judged, **metrics, host_bytes=host_bytes())
+        spent = time.perf_counter() - begin
+        self.meter.leave_out(spent)
+        trainer.log.write(
+            "evaluation", step=self.step, **judged, **metrics, seconds=round(spent, 3), host_bytes=host_bytes()
+        )
         console.say(f"evaluation at step {self.step}: {task.metric} {self.score:.4f}")
         if trainer.ranks.is_first:
             self.saver.record_score(self.step, self.score)
@@ -177,6 +181,9 @@ class Engine:
     def save(self, *, evaluation_due: bool = False) -> None:
         """Hands a copy to the background writer; weights that are not finite are never written."""
         self.bad_steps.check()
+        if self.trainer.device.type == "cuda":
+            torch.cuda.synchronize()  # steps that are still queued are training, and what follows waits for them anyway
+        begin = time.perf_counter()
         self._share_statistics()
         if not all(bool(torch.isfinite(value).all()) for value in self.model.state_dict().values()):
             self.trainer.log.write("not_saved", step=self.step, reason="weights are not finite")
@@ -185,7 +192,9 @@ class Engine:
         snapshot = self.snapshot(checkpoint.random_states(), evaluation_due=evaluation_due)
         if self.trainer.ranks.is_first:
             self.saver.save(snapshot)
-            self.trainer.log.write("checkpoint", step=self.step)
+        spent = time.perf_counter() - begin
+        self.meter.leave_out(spent)
+        self.trainer.log.write("checkpoint", step=self.step, seconds=round(spent, 3))
 
     def snapshot(self, random_states: RandomStates, *, evaluation_due: bool = False) -> Snapshot:
         """All ranks take part, each with its random states."""

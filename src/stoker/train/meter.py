@@ -36,16 +36,21 @@ class Meter:
         self._results: list[Tensor] = []  # (loss, norm, bad) of each step
         self._samples: list[int] = []
         self._wait_s, self._timed, self._begin = 0.0, 0, time.perf_counter()
+        self._other_s = 0.0
 
     def add(self, result: StepResult, num_samples: int, wait_s: float) -> None:
         self._results.append(torch.stack([result.loss, result.norm, result.bad]).detach())
         self._samples.append(num_samples)
         self._wait_s, self._timed = self._wait_s + wait_s, self._timed + num_samples
 
+    def leave_out(self, seconds: float) -> None:
+        """Time of the interval that was no training: evaluating, saving."""
+        self._other_s += seconds
+
     def read(self) -> Reading:
         """Waits for the device: the one place in the loop that does, once a log interval."""
         rows = torch.stack(self._results).double().cpu()
-        spent = time.perf_counter() - self._begin
+        spent = max(time.perf_counter() - self._begin - self._other_s, 1e-9)
         samples = torch.tensor(self._samples, dtype=torch.float64)
         finite = rows[:, 2] == 0
         weight = samples * finite
