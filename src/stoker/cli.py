@@ -5,6 +5,7 @@ makes the call. Words like `--train.lr 1e-4` are taken out first and handed to `
 """
 
 import errno
+import io
 import json
 import os
 import signal
@@ -215,7 +216,7 @@ class Predict:
         result = commands.predict(
             self.path, source, self.out, self.checkpoint, self.weights, overrides, trusted=self.trust
         )
-        if int(os.environ.get("RANK", 0)) == 0:
+        if not _is_other_rank():
             text = "\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in result.items())
             _print_result(result, text, as_json=self.json)
         return 0
@@ -300,6 +301,7 @@ COMMANDS: dict[str, Any] = {
 
 
 def main() -> None:
+    _mend_streams()
     if under_launcher := "STOKER_OUTCOME" in os.environ:
         _end_with_parent()
     try:
@@ -314,6 +316,15 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _mend_streams() -> None:
+    """Streams that were closed go nowhere, and letters that a terminal does not have are spelt out."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: PTH123, SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: PTH123, SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _end_with_parent() -> None:
@@ -395,12 +406,24 @@ def _in_processes(count: int, device: str) -> int:
 
 def _without_gpus(words: list[str]) -> list[str]:
     """The words that each of the processes is started with."""
-    at = next(number for number, word in enumerate(words) if word.partition("=")[0] == "--gpus")
-    return words[:at] + words[at + (1 if "=" in words[at] else 2) :]
+    left: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == "--gpus":
+            next(rest, None)
+        elif not word.startswith("--gpus="):
+            left.append(word)
+    return left
+
+
+def _is_other_rank() -> bool:
+    from stoker.runs.environment import environment_number
+
+    return "TORCHELASTIC_RUN_ID" in os.environ and environment_number("RANK") > 0
 
 
 def _show_outcome(outcome: Any, *, as_json: bool) -> int:
-    if int(os.environ.get("RANK", 0)) > 0:
+    if _is_other_rank():
         return 0  # the first process speaks for all
     rate = outcome.samples_per_s
     lines = [console.table(outcome.table())] if outcome.metrics else []

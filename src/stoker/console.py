@@ -6,7 +6,7 @@ Everything goes to standard error, so that standard output stays free for result
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -48,7 +48,8 @@ def say(text: str) -> None:
     """One line for the person, and for the log of the run that is going on."""
     if _quiet:
         return
-    print(text, file=sys.stderr, flush=True)
+    with suppress(BrokenPipeError):  # whoever read it has gone; the work and its log go on
+        print(text, file=sys.stderr, flush=True)
     for path in _copies:
         with path.open("a") as file:
             file.write(text + "\n")

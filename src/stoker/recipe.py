@@ -26,7 +26,7 @@ from stoker.train.trackers import LogConfig
 class RunSettings:
     name: str | None = None  # goes behind recipe and time in the folder's name
     folder: Annotated[Path, AlsoCalled("output_dir", "out_dir")] = Path("runs")  # where run folders are made
-    seed: Annotated[int, Field(ge=0)] = 0  # of the order of samples and of the first weights
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the order of samples and of the first weights
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes a GPU when there is one
 
 

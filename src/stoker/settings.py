@@ -118,8 +118,12 @@ def _check_plain(content: dict[str, Any], path: Path) -> None:
                 if not isinstance(key, str):
                     raise UserError(f"The configuration file {path} has the key {key!r}, which is no word.")
             waiting += [(item, depth + 1) for item in value.values()]
-        elif isinstance(value, list | tuple | set):
+        elif isinstance(value, list | tuple):
             waiting += [(item, depth + 1) for item in value]
+        elif not isinstance(value, str | int | float | None):
+            raise UserError(
+                f"The configuration file {path} holds {value!s}, a {type(value).__name__}: put it in quotes."
+            )
     raise UserError(f"The configuration file {path} is nested far too deeply to be one, or refers to itself.")
 
 

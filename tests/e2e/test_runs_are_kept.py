@@ -399,3 +399,110 @@ def test_a_meta_column_of_words_is_named(stoker: Stoker, events_dir: Path) -> No
     names = table.column("batch_id").cast("string")
     pq.write_table(table.set_column(table.schema.get_field_index("batch_id"), "batch_id", names), meta)
     assert "batch_id" in ends(stoker, "train", "icecube", "--data.path", stoker.folder / "set")
+
+
+def test_the_code_that_was_looked_at_is_the_code_that_runs(stoker: Stoker, events_dir: Path) -> None:
+    """Also where the trusted folder stands on Python's path already, behind a stranger's directory."""
+    mine, theirs = stoker.folder / "mine", stoker.folder / "theirs"
+    for folder in (mine, theirs):
+        folder.mkdir()
+    (mine / "own.py").write_text("from stoker.recipes.icecube.recipe import RECIPE\n")
+    (theirs / "own.py").write_text(OWN)
+    run = (
+        mine / Stoker(mine).json("train", "own:RECIPE", "--data.path", events_dir, *SMALL, "--train.steps", "3")["run"]
+    )
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(mine)]))
+    done = subprocess.run(
+        [sys.executable, "-m", "stoker", "evaluate", str(run)], cwd=theirs, env=stoker.environment | {"PYTHONPATH": path},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not (theirs / "executed").exists()
+
+
+def test_training_goes_on_when_nobody_reads_what_it_says(stoker: Stoker, events_dir: Path) -> None:
+    words = " ".join(map(str, ["train", "icecube", "--data.path", events_dir, *SMALL, "--train.steps", "8"]))
+    done = subprocess.run(
+        f"({sys.executable} -m stoker {words.replace('[4]', chr(39) + '[4]' + chr(39))} 2>&1; echo $? > code) | head -2",
+        shell=True, cwd=stoker.folder, env=stoker.environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert (stoker.folder / "code").read_text().strip() == "0"
+    assert events_of(stoker.only_run(), "end")[-1]["state"] == "finished"
+
+
+def test_closed_streams_and_terminals_without_letters_are_no_errors(stoker: Stoker) -> None:
+    for command, code in (
+        ("runs >&-", 0),
+        ("config icecube 2>&-", 0),
+        ("config nosuch >&-", 2),
+        ("config nosuch 2>&-", 2),
+    ):
+        done = subprocess.run(
+            f"{sys.executable} -m stoker {command}", shell=True, cwd=stoker.folder, capture_output=True, text=True
+        )
+        assert done.returncode == code, (command, done.stderr)
+        assert "Traceback" not in done.stderr
+        if command == "config nosuch 2>&-":
+            assert done.stdout == ""
+    (stoker.folder / "rü").mkdir()
+    ascii_only = stoker.environment | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-m", "stoker", "runs", "rü"],
+        cwd=stoker.folder,
+        env=ascii_only,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_validation_sample_left_is_said_and_a_late_quarantine_is_written_down(
+    stoker: Stoker, own_events: Path
+) -> None:
+    path = own_events / "train" / "batch_2.parquet"
+    content = bytearray(path.read_bytes())
+    half = len(content) // 2
+    content[half : half + 200] = bytes(byte ^ 0xFF for byte in content[half : half + 200])
+    path.write_bytes(content)
+    small = [word for word in SMALL if word not in ("--data.validation", "[4]")]
+    words = ["train", "icecube", "--data.path", own_events, *small, "--data.mode", "direct", "--train.steps", "4"]
+    words += ["--loader.bad_shards", "quarantine", "--data.validation"]
+    text = ends(stoker, *words, "[2]")
+    assert "Not one of the 150 samples to judge could be read" in text
+    result = stoker.json(*words, "[2, 4]", "--run.name", "second")
+    run = stoker.folder / result["run"]
+    assert [event["file"] for event in events_of(run, "quarantine")] == ["train/batch_2.parquet"]
+    assert result["metrics"]["samples"] == 150
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["train", "icecube", "--run.seed", str(2**64)], "run.seed"),
+        (["train", "icecube", "--init-from", "."], "is no checkpoint"),
+        (["train", "date.yaml"], "put it in quotes"),
+    ],
+)
+def test_odd_values_get_a_sentence(stoker: Stoker, words: list[str], part: str) -> None:
+    (stoker.folder / "date.yaml").write_text("recipe: icecube\nrun: {name: 2024-01-01}\n")
+    assert part in ends(stoker, *words)
+
+
+def test_bad_numbers_in_the_environment_and_a_cache_that_is_none_are_named(
+    stoker: Stoker, events_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["pack", "icecube", events_dir, stoker.folder / "out"]
+    monkeypatch.setenv("STOKER_CACHE", "/dev/null")
+    assert "STOKER_CACHE is /dev/null" in ends(stoker, *words)
+    monkeypatch.setenv("STOKER_CACHE", str(stoker.folder / "cache"))
+    for name, value in (("ID", "x"), ("COUNT", "2"), ("MIN", "3")):
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    assert "SLURM_ARRAY_TASK_ID is 'x'" in ends(stoker, *words)
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
+    assert "number 4 of 2" in ends(stoker, *words)
+    monkeypatch.setenv("SLURM_ARRAY_TASK_STEP", "4")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert stoker.json(*words)["state"].startswith("other ranks")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
+    assert stoker.json(*words)["samples"] == 600

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -174,3 +175,29 @@ def test_the_manifest_names_every_shard_with_its_checksums(events_dir: Path, tmp
     manifest = json.loads((out / "store.json").read_text())
     assert [shard["samples"] for shard in manifest["shards"]] == [150] * 4
     assert all(set(shard["crc32"]) == {"time", "charge", "sensor", "flags"} for shard in manifest["shards"])
+
+
+def test_a_pack_killed_before_its_last_rename_is_finished_and_not_taken_for_another(
+    events_dir: Path, own_events: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stoker.data.checksums import write_manifest
+
+    def killed(*arguments: Any) -> None:
+        write_manifest(*arguments)
+        raise KeyboardInterrupt
+
+    packing = events.packing(events_dir, open_events(events_dir))
+    whole = pack(tmp_path / "whole", packing, threads=1)
+    assert whole is not None
+    with monkeypatch.context() as patch:
+        patch.setattr("stoker.data.pack.write_manifest", killed)
+        with pytest.raises(KeyboardInterrupt):
+            pack(tmp_path / "store", packing, threads=1)
+    assert not (tmp_path / "store").exists()
+    (own_events / "train" / "batch_1.parquet").touch()
+    with pytest.raises(UserError, match="other data"):
+        pack(tmp_path / "store", events.packing(own_events, open_events(own_events)), threads=1)
+    pack(tmp_path / "store", packing, threads=1)
+    files = [sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) for folder in
+             (tmp_path / "whole", tmp_path / "store")]  # fmt: skip
+    assert files[0] == files[1]

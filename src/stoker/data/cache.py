@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from stoker.errors import UserError
 from stoker.files import file_lock
 
 K = TypeVar("K")
@@ -18,6 +19,8 @@ V = TypeVar("V")
 def cache_folder() -> Path:
     """$STOKER_CACHE, or .cache/stoker in the home directory."""
     named = os.environ.get("STOKER_CACHE")
+    if named and Path(named).exists() and not Path(named).is_dir():
+        raise UserError(f"STOKER_CACHE is {named}, which is no folder.")
     return Path(named) if named else Path.home() / ".cache" / "stoker"
 
 

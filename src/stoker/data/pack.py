@@ -22,13 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker import console
-from stoker.data.checksums import checksums, write_manifest
+from stoker.data.checksums import checksums, read_manifest, write_manifest
 from stoker.data.order import ExactOrder
 from stoker.data.ragged import Array, Indices, offsets_of, range_indices
 from stoker.data.samples import PLACE_COLUMNS, SampleTable, new_table, open_table, shard_rows
 from stoker.data.store import MANIFEST, VERSION, PackedStore, column_path, open_store
 from stoker.errors import MachineError, UserError
 from stoker.files import file_lock, said_if_full, sync_folder, write_json
+from stoker.runs.environment import environment_number
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,27 @@ def pack(out: Path, packing: Packing, *, threads: int, rank: int = 0, num_ranks:
 
 
 def _pack(out: Path, work: Path, packing: Packing, threads: int, rank: int, num_ranks: int) -> PackedStore | None:
-    if (work / MANIFEST).is_file():  # killed between the last file and the new name
+    if not (work / MANIFEST).is_file():  # else it was killed between the last file and the new name
+        _write_share(work, packing, threads, rank, num_ranks)
+    with file_lock(work / "lock", may_vanish=True):
+        if out.exists():  # another rank was quicker
+            return open_store(out)
+        if not (work / MANIFEST).is_file():
+            if not all(_done_path(work, shard).exists() for shard in range(len(packing.table.shards))):
+                console.say(f"rank {rank} is done; other ranks still work on {out}.")
+                return None
+            _write_manifest(work, packing, threads)
+        _check_same_pack(work, read_manifest(work / MANIFEST)["plan"], packing)
+        shutil.rmtree(work / "done", ignore_errors=True)
+        for name in ("plan.json", "lock"):
+            (work / name).unlink(missing_ok=True)
         work.rename(out)
-        return open_store(out)
+        sync_folder(out.parent)
+    return open_store(out)
+
+
+def _write_share(work: Path, packing: Packing, threads: int, rank: int, num_ranks: int) -> None:
+    """The shards that are this rank's to write, but for those that are done."""
     _prepare(work, packing, rank)
     todo = [
         shard for shard in range(rank, len(packing.table.shards), num_ranks) if not _done_path(work, shard).exists()
@@ -91,16 +110,6 @@ def _pack(out: Path, work: Path, packing: Packing, threads: int, rank: int, num_
         writer = _Writer(work, packing)
         for _ in pool.map(writer.write_shard, todo):
             bar.advance()
-    with file_lock(work / "lock", may_vanish=True):
-        if out.exists():  # another rank was quicker
-            return open_store(out)
-        if not all(_done_path(work, shard).exists() for shard in range(len(packing.table.shards))):
-            console.say(f"rank {rank} is done; other ranks still work on {out}.")
-            return None
-        _complete(work, packing, threads)
-        work.rename(out)
-        sync_folder(out.parent)
-    return open_store(out)
 
 
 def verify(store: PackedStore, packing: Packing, threads: int) -> int:
@@ -134,11 +143,20 @@ def verify(store: PackedStore, packing: Packing, threads: int) -> int:
 
 def ranks_from_environment() -> tuple[int, int]:
     """This process's number and how many there are: under torchrun, in a Slurm array, or alone."""
-    for rank, count, first in (("RANK", "WORLD_SIZE", None), ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "MIN")):
-        if rank in os.environ and count in os.environ:
-            start = int(os.environ.get("SLURM_ARRAY_TASK_MIN", 0)) if first else 0
-            return int(os.environ[rank]) - start, int(os.environ[count])
-    return 0, 1
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank, count = environment_number("RANK"), environment_number("WORLD_SIZE")
+    elif "SLURM_ARRAY_TASK_ID" in os.environ and "SLURM_ARRAY_TASK_COUNT" in os.environ:
+        names = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP")
+        task, first, step = (environment_number(name, int(name[-1] == "P")) for name in names)
+        rank, count = (task - first) // max(1, step), environment_number("SLURM_ARRAY_TASK_COUNT")
+    else:
+        return 0, 1
+    if not 0 <= rank < count:
+        raise UserError(
+            f"This process would be number {rank} of {count}: the numbers of a Slurm array must follow one another, as in "
+            f"--array=0-{max(0, count - 1)}. Whatever is packed already stays and is used."
+        )
+    return rank, count
 
 
 def _prepare(work: Path, packing: Packing, rank: int) -> None:
@@ -160,7 +178,11 @@ def _prepare(work: Path, packing: Packing, rank: int) -> None:
         time.sleep(1)
     else:
         raise MachineError(f"Rank 0 did not prepare {work} within ten minutes. Is it running, on the same disk?")
-    if json.loads(plan.read_text()) != json.loads(json.dumps(packing.fingerprint)):
+    _check_same_pack(work, json.loads(plan.read_text()), packing)
+
+
+def _check_same_pack(work: Path, plan: Any, packing: Packing) -> None:
+    if plan != json.loads(json.dumps(packing.fingerprint)):
         raise UserError(
             f"{work} holds a pack that was begun from other data or with other options. Remove it, or go on with what it "
             f"was begun with."
@@ -254,7 +276,7 @@ def _same(first: Array, second: Array) -> npt.NDArray[np.bool_]:
     return np.asarray((first == second) | ((first != first) & (second != second)))
 
 
-def _complete(work: Path, packing: Packing, threads: int) -> None:
+def _write_manifest(work: Path, packing: Packing, threads: int) -> None:
     shards = []
     for number, name in enumerate(packing.table.shards):
         shards.append({"name": name, **json.loads(_done_path(work, number).read_text())})
@@ -275,11 +297,9 @@ def _complete(work: Path, packing: Packing, threads: int) -> None:
             "extra": dict(packing.extra),
             "shards": shards,
             "files": checksums(work, names, threads),
+            "plan": packing.fingerprint,
         },
     )
-    shutil.rmtree(work / "done")
-    (work / "plan.json").unlink()
-    (work / "lock").unlink(missing_ok=True)
 
 
 def _source_rows(packing: Packing, packed: Indices) -> Indices:

@@ -92,10 +92,15 @@ def _located(config: RunConfig) -> RunConfig:
 def _import(words: str, module: trust.Module | None = None) -> Recipe:
     name, _, attribute = words.partition(":")
     root = str(module.root) if module else ""  # without a file: whatever Python finds, from this directory on
-    if root not in sys.path:
-        sys.path.insert(0, root)
+    # In front of all others, also where it stands behind them already: the file that was looked at is the one to run.
+    sys.path[:] = [root, *(entry for entry in sys.path if entry != root)]
     try:
-        found = getattr(importlib.import_module(name), attribute)
+        imported = importlib.import_module(name)
+        if module is not None and Path(imported.__file__ or "").resolve() != module.file:
+            raise UserError(
+                f"The module {name} is {imported.__file__} here, and not {module.file}, which was looked at."
+            )
+        found = getattr(imported, attribute)
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
             raise  # something that the user's module needs is missing: its traceback says what

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from stoker.errors import UserError
 from stoker.settings import kept_words
 
 PACKAGES = ("stoker", "torch", "torchvision", "triton", "numpy", "pyarrow", "safetensors")
@@ -31,6 +32,14 @@ def describe_environment() -> dict[str, Any]:
         "gpus": gpu_names(),
         "code": code_version(),
     }
+
+
+def environment_number(name: str, default: int = 0) -> int:
+    """A whole number that another program, such as torchrun or Slurm, put into our environment."""
+    text = os.environ.get(name, str(default))
+    if not text.lstrip("-").isdigit():
+        raise UserError(f"The environment variable {name} is {text!r}, and should be a whole number.")
+    return int(text)
 
 
 def package_versions() -> dict[str, str]:

@@ -142,6 +142,8 @@ def read_checkpoint(path: Path) -> Snapshot:
     """Reads a checkpoint and checks every file of it."""
     if not path.is_dir():
         raise UserError(f"There is no checkpoint {path}.")
+    if not (path / CHECKSUMS).exists() and not (path / "state.json").exists():
+        raise UserError(f"{path} is no checkpoint: those of a run lie in RUN/checkpoints/step-NNNNNNNN.")
     if (problem := damage(path)) is not None:
         raise UserError(f"The checkpoint {path} is damaged: {problem}.")
     try:

@@ -120,8 +120,8 @@ class Engine:
                 self.watch.look_at(number, loss)
         trainer.log.write("step", step=self.step, **self._place(), lr=lr, **reading.event(), host_bytes=host_bytes())
         trainer.log.write("loader", step=self.step, **trainer.training.times.read())
-        for left_out in trainer.quarantine.drain():
-            trainer.log.write("quarantine", step=self.step, **left_out)
+        if trainer.ranks.is_first:  # what others found is asked for at the next evaluation
+            self._write_quarantine(trainer.quarantine.drain())
         metric = "" if self.score is None else f"  {self.task.metric} {self.score:.4f}"
         console.say(
             f"step {self.step}/{self.total}  loss {reading.loss:.4f}{metric}  lr {lr:.2e}  gradient {reading.norm:.2f}  "
@@ -131,6 +131,10 @@ class Engine:
         if time.monotonic() - self._released > RELEASE_EVERY_S:
             release_freed_memory()
             self._released = time.monotonic()
+
+    def _write_quarantine(self, found: list[dict[str, object]]) -> None:
+        for left_out in found:
+            self.trainer.log.write("quarantine", step=self.step, **left_out)
 
     def send_norms(self, result: StepResult, before: list[torch.Tensor]) -> None:
         """Norms of each parameter's gradient, and how far the step moved it relative to its size: on their way to us."""
@@ -165,6 +169,8 @@ class Engine:
             metrics |= {f"ema_{name}": value for name, value in averaged.items()}
             self.score, weights = averaged[task.metric], "averaged"
         checkpoint.restore_random_states(random_states)
+        for found in parallel.gather(trainer.quarantine.drain()):
+            self._write_quarantine(found)
         release_freed_memory()
         judged = {"metric": task.metric, "goal": task.goal, "score": self.score, "weights": weights}
         spent = time.perf_counter() - begin

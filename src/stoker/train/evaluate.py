@@ -12,6 +12,7 @@ from stoker import console
 from stoker.data.device import feed
 from stoker.data.loader import Loader
 from stoker.data.plan import Position
+from stoker.errors import UserError
 from stoker.train import parallel
 from stoker.train.precision import autocast
 from stoker.train.task import Task
@@ -22,8 +23,8 @@ Values = dict[str, npt.NDArray[np.floating[Any]]]
 def evaluate(task: Task, loader: Loader[Any], device: torch.device, precision: str) -> dict[str, float]:
     """Metrics over all samples of the loader's plan, the same for any number of ranks: nothing is padded or repeated."""
     joined = collect(task, loader, device, precision, lambda batch: task.scores(task.predict(batch), batch))
-    joined.pop("row")
-    return {name: float(value) for name, value in task.summarise(joined).items()}
+    judged = len(joined.pop("row"))
+    return {**{name: float(value) for name, value in task.summarise(joined).items()}, "samples": float(judged)}
 
 
 def collect(
@@ -47,6 +48,10 @@ def collect(
             bar.advance(step.loaded.num_samples)
     mine = {name: torch.cat(parts).double().cpu().numpy() for name, parts in collected.items()}
     everyone = [part for part in parallel.gather(mine) if part]
+    if not everyone:
+        raise UserError(
+            f"Not one of the {len(loader.plan):,} samples to judge could be read: all of them are broken or in quarantine."
+        )
     joined = {name: np.concatenate([part[name] for part in everyone]) for name in everyone[0]}
     order = np.argsort(joined["row"], kind="stable")
     return {name: values[order] for name, values in joined.items()}

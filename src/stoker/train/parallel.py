@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from stoker import console
 from stoker.errors import MachineError
+from stoker.runs.environment import environment_number
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=10)  # of a message between ranks: none is far ahead of the others once training began
@@ -55,7 +56,7 @@ def meet() -> Ranks:
     """Finds the other processes that torchrun started, if any; `join` makes them a group."""
     if "WORLD_SIZE" not in os.environ or "TORCHELASTIC_RUN_ID" not in os.environ:
         return Ranks()
-    rank, count, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank, count, local = (environment_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     with _named_if_lost():
         store, _, _ = next(rendezvous("env://", rank, count, timeout=TIMEOUT))
     return Ranks(rank, count, local, store)
