@@ -151,6 +151,7 @@ def test_a_launcher_that_is_killed_leaves_nobody_training(stoker: Stoker, events
     wait_until(lambda: len(stoker.losses(stoker.only_run())) >= 3, process)
     ranks = ranks_of(process.pid)
     process.kill()
+    process.communicate()
     _, alive = psutil.wait_procs(ranks, timeout=60)
     assert not alive
     assert events_of(stoker.only_run(), "end")[-1]["state"] == "stopped"
