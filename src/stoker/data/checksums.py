@@ -58,11 +58,13 @@ class Verification:
     def __init__(self, folder: Path, expected: Checksums) -> None:
         self._folder, self._expected = folder, expected
         self._problem: str | None = None
+        self.done = False  # and found whole
         missing = [name for name in expected if not (folder / name).is_file()]
         if missing:
             raise UserError(f"{folder} lacks {', '.join(missing[:3])}: the packed set is not whole. Pack it again.")
         self._mark = cache_folder() / "verified" / _identity(folder, list(expected))
         if self._mark.exists():
+            self.done = True
             return
         size = sum((folder / name).stat().st_size for name in expected)
         if size <= AT_ONCE:
@@ -85,6 +87,7 @@ class Verification:
                 ):
                     self._problem = f"{path} is not what was packed: a disk or a copy damaged it. Pack it again."
                     return
+            self.done = True
             self._mark.parent.mkdir(parents=True, exist_ok=True)
             self._mark.touch()
         except OSError:
