@@ -20,7 +20,7 @@ from stoker.errors import UserError
 from stoker.files import write_json
 
 PIECE = 64 << 20  # bytes that have a checksum of their own
-AT_ONCE = 1 << 30  # bytes that are read through on opening: about a second
+AT_ONCE = 1 << 30  # bytes that are read through on opening
 OWN = "crc32"  # key of a manifest for its own checksum
 
 Checksums = Mapping[str, Sequence[int]]  # of each piece of each file

@@ -165,7 +165,7 @@ def open_parquet(
 ) -> pq.ParquetFile:
     """Opens a Parquet file that has these columns, or says what is wrong with it; with its footer if that is known.
 
-    `verified`: checksums of pages are compared where the file has them, which costs a few percent of decoding.
+    `verified`: checksums of pages are compared where the file has them, which takes time.
     """
     try:
         check_regular(path)
@@ -221,7 +221,7 @@ def _check_fits(values: Array, kind: np.dtype[Any], name: str, path: Path) -> No
         raise UserError(f"{path}: the column {name} holds {values.dtype} where {kind} is needed.")
     if kind.kind not in "iu":
         return
-    # Two passes over what lies in the cache; comparing every value would take several times as long.
+    # A minimum and a maximum, instead of comparing every value with what became of it.
     low, high, limits = values.min(), values.max(), np.iinfo(kind)
     if not (low >= limits.min and high <= limits.max):
         wrong = low if not low >= limits.min else high

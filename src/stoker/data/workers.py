@@ -33,7 +33,7 @@ def keep_freed_memory() -> None:
 def release_freed_memory() -> None:
     """Hands back what malloc keeps: after a large batch that may be several times what is in use.
 
-    Takes a tenth of a second where much was kept, so not after every batch.
+    Not after every batch: what is used again must be mapped again.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

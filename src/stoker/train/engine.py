@@ -34,7 +34,7 @@ from stoker.train.step import Stepper, StepResult
 from stoker.train.task import Task, has_fixed_shapes
 
 COMPILE_WARMUP = 20  # steps in which new graphs are expected
-RELEASE_EVERY_S = 5.0  # memory that malloc keeps: rarely enough to cost less than a percent
+RELEASE_EVERY_S = 5.0  # between handing back memory that malloc keeps
 
 
 @dataclass(frozen=True)

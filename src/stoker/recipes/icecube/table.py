@@ -195,7 +195,7 @@ def _row_group_starts(root: Path, shards: list[str]) -> tuple[list[Indices], dic
 def _check_event_ids(
     root: Path, shards: list[str], writer: TableWriter, starts: list[Indices], unreadable: dict[int, str]
 ) -> None:
-    """Compares the event of every pulse with the table, once: its column is small, and decoding takes little of an epoch."""
+    """Compares the event of every pulse with the table, once, so that no epoch has to."""
     assert writer.shard_starts is not None, "the table is in the order of the files"
     borders = writer.shard_starts
 
