@@ -10,6 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,20 @@ from torch import nn
 
 from stoker import console
 from stoker.data.device import feed
-from stoker.data.loader import Loaded
-from stoker.data.plan import Position
+from stoker.data.plan import Position, Step
 from stoker.data.stages import StageTimes
-from stoker.launch.build import Parts, build_parts
+from stoker.launch.build import build_run
 from stoker.launch.targets import resolve_target
-from stoker.recipe import RunConfig
 from stoker.recipes.icecube import events
 from stoker.recipes.icecube.batch import unit_vectors
 from stoker.recipes.icecube.recipe import RECIPE
 from stoker.recipes.icecube.simulate import simulate
 from stoker.recipes.icecube.table import open_events
 from stoker.runs.events import EventLog
-from stoker.train.engine import Engine, Trainer
+from stoker.train.engine import Engine
 from stoker.train.loop import train
 from stoker.train.parallel import Ranks
+from stoker.train.run import Run
 
 WARM_UP = 20  # steps: compilation, caches
 
@@ -47,28 +47,16 @@ class Kept:
     def __init__(self, plan: Any, steps: list[Any]) -> None:
         self.plan, self.times, self._steps = plan, StageTimes([]), steps
 
-    def batches(self, position: Position, num_epochs: int | None = None) -> Iterator[Loaded[Any]]:
+    def steps(self, position: Position, num_epochs: int | None = None) -> Iterator[Step]:
         while True:
             for step in self._steps:
-                yield Loaded(tuple(map(Ready, step.batches)), step.loaded.rows, position, 0.0)
+                yield Step(step.rows, position, position, batches=tuple(map(Ready, step.batches)))
 
 
-def rates(run: RunConfig, parts: Parts, loader: Any, steps: int) -> tuple[list[float], float]:
+def rates(run: Run, loader: Any, steps: int) -> tuple[list[float], float]:
     """Samples/s of each interval of ten steps after the warm-up, and the share of time spent waiting for data."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            config=run.train,
-            task=parts.task,
-            training=loader,
-            validation=loader,
-            device=parts.device,
-            log=EventLog(Path(folder) / "events.jsonl"),
-            folder=Path(folder),
-            quarantine=parts.data.quarantine,
-            settings={},
-            ranks=Ranks(),
-        )
-        engine = Engine(trainer, 0)
+        engine = Engine(replace(run, training=loader), Path(folder), EventLog(Path(folder) / "events.jsonl"))
         engine.evaluate = lambda: {}  # type: ignore[method-assign]
         engine.save = lambda **_: None  # type: ignore[method-assign]
         engine.limit = engine.total = WARM_UP + steps
@@ -89,27 +77,27 @@ def rates(run: RunConfig, parts: Parts, loader: Any, steps: int) -> tuple[list[f
 def measure_preset(preset: str, root: Path, peak: float, steps: int, overrides: list[str]) -> float:
     words = ["--data.path", str(root), "--data.mode", "packed", "--train.epochs", "1000000", "--train.log_every", "10"]
     words += ["--train.norms_every", "null", "--train.baseline_after", "null", *overrides]
-    run = resolve_target(f"icecube:{preset}", words).config
-    parts = build_parts(RECIPE, run, Ranks())
-    on_gpu = parts.device.type == "cuda"
+    config = resolve_target(f"icecube:{preset}", words).config
+    run = build_run(RECIPE, config, Ranks())
+    on_gpu = run.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    fed, wait = rates(run, parts, parts.training, steps)
+    fed, wait = rates(run, run.training, steps)
     memory = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     kept = []
-    for number, step in enumerate(feed(parts.training.batches(Position(0), 10**6), parts.device)):
+    for number, step in enumerate(feed(run.training.steps(Position(0), 10**6), run.device)):
         if number >= WARM_UP:
             kept.append(step)
         if len(kept) == steps:
             break
-    ready, _ = rates(run, parts, Kept(parts.training.plan, [*kept[-WARM_UP % steps :], *kept]), steps)
+    ready, _ = rates(run, Kept(run.training.plan, [*kept[-WARM_UP % steps :], *kept]), steps)
     pulses = statistics.mean(sum(len(batch.time) for batch in step.batches) for step in kept)
-    seconds = run.loader.batch_size / statistics.median(ready)
-    flops = linear_flops(parts, kept[0]) / seconds / 1e12
+    seconds = config.loader.batch_size / statistics.median(ready)
+    flops = linear_flops(run, kept[0]) / seconds / 1e12
     details = {
         "preset": preset,
-        "parameters": sum(p.numel() for p in parts.task.model.parameters()),
-        "batch_size": run.loader.batch_size,
+        "parameters": sum(p.numel() for p in run.task.model.parameters()),
+        "batch_size": config.loader.batch_size,
         "pulses_a_step": round(pulses),
         "peak_memory_gib": round(memory, 2),
         "wait_share": round(wait, 4),
@@ -123,7 +111,7 @@ def measure_preset(preset: str, root: Path, peak: float, steps: int, overrides: 
     return statistics.median(fed)
 
 
-def linear_flops(parts: Parts, step: Any) -> float:
+def linear_flops(run: Run, step: Any) -> float:
     """Of the linear layers in one training step: forward, and twice that backward."""
     total = 0.0
 
@@ -131,10 +119,10 @@ def linear_flops(parts: Parts, step: Any) -> float:
         nonlocal total
         total += 6 * inputs[0].numel() / inputs[0].shape[-1] * layer.weight.numel()
 
-    model = parts.task.model
+    model = run.task.model
     hooks = [layer.register_forward_hook(count) for layer in model.modules() if isinstance(layer, nn.Linear)]
     model._compiled_call_impl = None  # hooks are not called in compiled models
-    with torch.no_grad(), torch.autocast(parts.device.type, torch.bfloat16):
+    with torch.no_grad(), torch.autocast(run.device.type, torch.bfloat16):
         for batch in step.batches:
             model(batch)
     for hook in hooks:

@@ -19,8 +19,7 @@ from measure import emit, line
 from torch import Tensor, nn
 
 from stoker import console
-from stoker.data.loader import Loaded
-from stoker.data.plan import MicroBatch, Plan, Position
+from stoker.data.plan import MicroBatch, Plan, Position, Step
 from stoker.data.stages import StageTimes
 from stoker.launch.targets import resolve_target
 from stoker.recipes.icecube.attention import Segments, repeat, segment_mean
@@ -30,10 +29,10 @@ from stoker.recipes.icecube.geometry import standard_geometry
 from stoker.recipes.icecube.losses import angle_between
 from stoker.runs.events import EventLog
 from stoker.train.config import TrainConfig
-from stoker.train.engine import Engine, Trainer
+from stoker.train.engine import Engine
 from stoker.train.loop import train
-from stoker.train.parallel import Ranks
 from stoker.train.precision import autocast, resolve_precision
+from stoker.train.run import Run
 
 
 class PulseNet(nn.Module):
@@ -93,10 +92,10 @@ class ReadyLoader:
     def __init__(self, plan: Plan, batches: list[EventBatch]) -> None:
         self.plan, self.times, self._batches = plan, StageTimes([]), batches
 
-    def batches(self, position: Position, num_epochs: int | None = None) -> Iterator[Loaded[Any]]:
+    def steps(self, position: Position, num_epochs: int | None = None) -> Iterator[Step]:
         for number in range(10**9):
             batch = self._batches[number % len(self._batches)]
-            yield Loaded((Ready(batch),), batch.rows_on_host, position, 0.0)  # type: ignore[attr-defined]
+            yield Step(batch.rows_on_host, position, position, batches=(Ready(batch),))  # type: ignore[attr-defined]
 
 
 def make_batches(data: Any, size: int, count: int, device: torch.device) -> list[EventBatch]:
@@ -146,19 +145,8 @@ def timed(work: Any, steps: int, device: torch.device) -> float:
 
 
 def make_engine(config: TrainConfig, width: int, loader: Any, data: Any, folder: Path, device: torch.device) -> Engine:
-    trainer = Trainer(
-        config=config,
-        task=PulseTask(width),
-        training=loader,
-        validation=loader,
-        device=device,
-        log=EventLog(folder / "events.jsonl"),
-        folder=folder,
-        quarantine=data.quarantine,
-        settings={},
-        ranks=Ranks(),
-    )
-    engine = Engine(trainer, 0)
+    run = Run(PulseTask(width), loader, loader, data, device, config, settings={})
+    engine = Engine(run, folder, EventLog(folder / "events.jsonl"))
     engine.evaluate = lambda: {}  # type: ignore[method-assign]
     engine.save = lambda **_: None  # type: ignore[method-assign]
     return engine
@@ -188,7 +176,7 @@ def main() -> None:
     run = resolve_target("icecube", words).config
     data = open_data(run, device)
     batches = make_batches(data, size, 10, device)
-    plan = Plan(data.table, data.training, data.order(data.training), size)
+    plan = Plan(data.table, data.training, data.order, size)
     loader = ReadyLoader(plan, batches)
     details = {"batch_size": size, "width": width, "device": options.device}
     for compile_model in (False, True) if on_gpu else (False,):
@@ -214,10 +202,10 @@ def count_recompiles(data: Any, plan: Plan, width: int, device: torch.device, de
     generator = np.random.default_rng(1)
 
     class Changing(ReadyLoader):
-        def batches(self, position: Position, num_epochs: int | None = None) -> Iterator[Loaded[Any]]:
+        def steps(self, position: Position, num_epochs: int | None = None) -> Iterator[Step]:
             while True:
                 (batch,) = make_batches(data, int(generator.integers(300, 900)), 1, device)
-                yield Loaded((Ready(batch),), batch.rows_on_host, position, 0.0)  # type: ignore[attr-defined]
+                yield Step(batch.rows_on_host, position, position, batches=(Ready(batch),))  # type: ignore[attr-defined]
 
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(steps=1000, epochs=10**6, compile=True, baseline_after=None, norms_every=None)

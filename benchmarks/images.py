@@ -24,19 +24,21 @@ from measure import emit, line
 
 from stoker import console
 from stoker.data.device import feed
+from stoker.data.pack import PackRequest
 from stoker.data.plan import Position
 from stoker.data.samples import new_table, open_table
-from stoker.launch.build import Parts, build_parts
+from stoker.launch.build import build_run
 from stoker.launch.targets import resolve_target
-from stoker.recipe import PackRequest
 from stoker.recipes.imagenet import crops, decode
 from stoker.recipes.imagenet.chance import uniforms
+from stoker.recipes.imagenet.config import PackOptions
 from stoker.recipes.imagenet.draw import draw_set
 from stoker.recipes.imagenet.gpu_decode import GpuDecoder
 from stoker.recipes.imagenet.pack import pack
 from stoker.recipes.imagenet.recipe import RECIPE
 from stoker.recipes.imagenet.sources import LABELS
 from stoker.train.parallel import Ranks
+from stoker.train.run import Run
 
 FEW = 4  # processes of a machine with few cores a GPU
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -60,7 +62,8 @@ def make_folders(sample: Path | None, root: Path, times: int) -> None:
 
 def make_packed(folders: Path, out: Path, short_side: int | None, times: int) -> None:
     """Packs every image once and lists it `times` times: the same work for the loader, without the copies on disk."""
-    pack(PackRequest(folders, out, short_side=short_side, quality=90 if short_side else None, max_per_class=1))
+    options = PackOptions(short_side=short_side, quality=90 if short_side else None, max_per_class=1)
+    pack(PackRequest(folders, out, options=options))
     table = open_table(out / "samples")
     assert table is not None
     columns = {name: np.array(column) for name, column in table.columns.items()}
@@ -71,7 +74,7 @@ def make_packed(folders: Path, out: Path, short_side: int | None, times: int) ->
         writer.append(listed)
 
 
-def parts_of(path: Path, device: str, *words: str) -> tuple[Any, Parts]:
+def run_of(path: Path, device: str, *words: str) -> Run:
     always = [
         "--data.path",
         str(path),
@@ -83,14 +86,13 @@ def parts_of(path: Path, device: str, *words: str) -> tuple[Any, Parts]:
         "10",
     ]
     always += ["--train.norms_every", "null", "--train.baseline_after", "null"]
-    run = resolve_target("imagenet:baseline", [*always, *words]).config
-    return run, build_parts(RECIPE, run, Ranks())
+    return build_run(RECIPE, resolve_target("imagenet:baseline", [*always, *words]).config, Ranks())
 
 
 def ours(path: Path, num_images: int, *words: str) -> float:
     """Images/s of the loader alone: read, decode, crop, collate."""
-    _, parts = parts_of(path, "cpu", "--loader.batch_size", "64", *words)
-    steps = parts.training.batches(Position(0), 10**6)
+    run = run_of(path, "cpu", "--loader.batch_size", "64", *words)
+    steps = run.training.steps(Position(0), 10**6)
     next(steps)
     seen, begin = 0, time.perf_counter()
     for step in steps:
@@ -149,7 +151,7 @@ def fewer_rows(folders: Path, repeats: int) -> None:
     def seconds() -> float:
         begin = time.perf_counter()
         for content, (box, height, width) in zip(contents, boxes, strict=True):
-            decode.decode_part(content, box, height, width, 224)
+            decode.decode_crop(content, box, height, width, 224)
         return time.perf_counter() - begin
 
     ratios, upper_rows = [], decode._upper_rows
@@ -175,10 +177,8 @@ def interpreter(path: Path, repeats: int) -> None:
     cores = len(os.sched_getaffinity(0))
     for processes in (0, cores):
         slower, seen = [], 0
-        _, parts = parts_of(
-            path, "cpu", "--loader.batch_size", "64", "--data.size", "48", "--data.processes", str(processes)
-        )
-        steps = parts.training.batches(Position(0), 10**6)
+        run = run_of(path, "cpu", "--loader.batch_size", "64", "--data.size", "48", "--data.processes", str(processes))
+        steps = run.training.steps(Position(0), 10**6)
         next(steps)
         begin = time.perf_counter()
         for _ in range(10 * repeats):
@@ -200,22 +200,22 @@ def training(packed: dict[str, Path], steps: int) -> None:
     made = []
     for name, processes, on_gpu in ways:
         words = ("--data.processes", str(processes), "--data.decode_on_gpu", on_gpu)
-        made.append(parts_of(packed[name], "cuda", "--train.epochs", "1000", *words))
-    run, parts = made[0]
+        made.append(run_of(packed[name], "cuda", "--train.epochs", "1000", *words))
+    run = made[0]
     kept = []
-    for step in feed(parts.training.batches(Position(0), 10**6), parts.device):
+    for step in feed(run.training.steps(Position(0), 10**6), run.device):
         kept.append(step)
         if len(kept) == 20:
             break
-    ready, _ = rates(run, parts, Kept(parts.training.plan, kept), steps)
+    ready, _ = rates(run, Kept(run.training.plan, kept), steps)
     emit(line("images, training on resident batches", ready, "images/s", batch_size=256))
     kept.clear()
     decoded = count_gpu_images()
-    for (name, processes, on_gpu), (run, own) in zip(ways, made, strict=True):
-        fed = replace(own, task=parts.task)
+    for (name, processes, on_gpu), own in zip(ways, made, strict=True):
+        fed = replace(own, task=run.task)
         psutil.cpu_percent()
         before = len(decoded)
-        values, wait = rates(run, fed, fed.training, steps)
+        values, wait = rates(fed, fed.training, steps)
         whole = statistics.harmonic_mean(values)  # all images over all the time: intervals have as many steps each
         details = {
             "of_resident": round(whole / statistics.harmonic_mean(ready), 4),

@@ -25,8 +25,8 @@ from stoker.data.loader import Loader, LoaderConfig
 from stoker.data.order import StorageOrder
 from stoker.data.plan import Plan, Position
 from stoker.data.quality import shuffle_quality
-from stoker.data.samples import whole
-from stoker.recipe import RunConfig, RunData
+from stoker.data.source import RunData
+from stoker.recipe import RunConfig
 from stoker.recipes.icecube.data import IceCubeData, open_data
 from stoker.recipes.icecube.events import PULSE_COLUMNS
 from stoker.recipes.icecube.model import TwoStageConfig
@@ -121,17 +121,16 @@ class Ours:
     sequential: bool = False
 
     def steps(self) -> Iterator[Any]:
-        subset = whole(self.data.table)
-        order = (lambda seed, epoch: StorageOrder()) if self.sequential else self.data.order(subset)
-        plan = Plan(self.data.table, subset, order, self.config.batch_size)
-        loader: Loader[Any] = Loader(
+        order = (lambda seed, epoch: StorageOrder()) if self.sequential else self.data.order
+        plan = Plan(self.data.table, self.data.training, order, self.config.batch_size)
+        loader = Loader(
             plan,
             self.data.stages,
             self.config,
             bytes_per_cost=self.data.bytes_per_cost,
             cache_bytes=self.data.cache_bytes,
         )
-        return loader.batches(Position(0), num_epochs=1)
+        return loader.steps(Position(0), num_epochs=1)
 
     def rate(self) -> float:
         seen, begin = 0, time.perf_counter()
@@ -182,8 +181,8 @@ def measure(root: Path, num_events: int, repeats: int) -> None:
         emit(line(f"loader, {name}", values, "events/s", events=num_events, batch_size=BATCH))
     table(rates)
     for name, one in (("exact", packed), ("window", direct)):
-        subset = whole(one.data.table)
-        first, second = (one.data.order(subset)(0, epoch).take(0, num_events) for epoch in (0, 1))
+        rows = one.data.training.rows
+        first, second = (rows(one.data.order(0, epoch).take(0, len(one.data.training))) for epoch in (0, 1))
         quality = shuffle_quality(first, one.data.table.columns["shard"], BATCH, second)
         emit({"name": f"shuffle quality, {name} order", **asdict(quality), "events": num_events, "batch_size": BATCH})
         console.say(f"shuffle quality, {name} order: {quality.line()}")

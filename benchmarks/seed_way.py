@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stoker.data.plan import MicroBatch
+
 ROW = 512
 ROWS_AT_ONCE = 64
 
@@ -88,7 +90,7 @@ def events_per_s(
     """Training steps of `rows` events, collated on the main thread as the seed did."""
     model = SeedModel(xyz).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    pulses = source.gather(rows)
+    pulses = source.gather(MicroBatch(rows))
 
     def events() -> list[dict[str, np.ndarray]]:
         bounds = zip(pulses.offsets[:-1], pulses.offsets[1:], strict=True)

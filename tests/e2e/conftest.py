@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from stoker.runs.events import read_events
+from stoker.runs.schema import Step
 
 SMALL = [
     "--model.width",
@@ -87,7 +88,7 @@ class Stoker:
         """The loss of every step; of a step that was repeated after a restart, the later one."""
         if run is None or not (run / "events.jsonl").exists():
             return {}
-        return {event["step"]: event["loss"] for event in read_events(run / "events.jsonl", "step")}
+        return {event.step: event.loss for event in read_events(run / "events.jsonl", Step)}
 
 
 @pytest.fixture

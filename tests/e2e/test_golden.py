@@ -25,6 +25,7 @@ CASES = {
     "icecube pieces": [*ICECUBE, "--data.mode", "packed", "--loader.micro_cost", "2000"],
     "icecube packed, 2 ranks": [*ICECUBE, "--data.mode", "packed", "--gpus", "2"],
     "imagenet": IMAGES,
+    "imagenet, no RandAugment": [*IMAGES, "--data.rand_augment", "0"],
     "imagenet, 2 ranks": [*IMAGES, "--gpus", "2"],
 }
 

@@ -17,7 +17,7 @@ import pytest
 from conftest import SMALL, Stoker  # type: ignore[import-not-found]
 from safetensors.torch import load_file
 
-from stoker import cli
+from stoker.cli import commands
 
 SLOW = bool(os.environ.get("STOKER_SLOW"))  # `make test-slow`: as many faults as the claim in the docs
 
@@ -165,7 +165,7 @@ def test_a_mistake_is_said_once_and_not_tried_again(stoker: Stoker, own_events: 
     assert process.returncode == 2
     assert text.count("stoker: ") == 1, text
     assert "Traceback" not in text
-    assert cli._without_gpus(["train", "--gpus", "2", "x", "--gpus=3", "--gpus", "4"]) == ["train", "x"]
+    assert commands._without_gpus(["train", "--gpus", "2", "x", "--gpus=3", "--gpus", "4"]) == ["train", "x"]
     process = stoker.start("train", "icecube", "--train.lr", "-1", "--gpus", "2")
     assert process.communicate(timeout=60)[1].count("train.lr") == 1
     assert process.returncode == 2

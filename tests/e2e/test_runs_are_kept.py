@@ -472,7 +472,7 @@ def test_no_validation_sample_left_is_said_and_a_late_quarantine_is_written_down
     assert "Not one of the 150 samples to judge could be read" in text
     result = stoker.json(*words, "[2, 4]", "--run.name", "second")
     run = stoker.folder / result["run"]
-    assert [event["file"] for event in events_of(run, "quarantine")] == ["train/batch_2.parquet"]
+    assert [event["name"] for event in events_of(run, "left_out")] == ["train/batch_2.parquet"]
     assert result["metrics"]["samples"] == 150
 
 

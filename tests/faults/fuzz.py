@@ -200,10 +200,11 @@ class Store(Format):
         pack(folder, events.packing(source, open_events(source)), threads=1)
 
     def read(self, folder: Path) -> Any:
+        from stoker.data.plan import MicroBatch
         from stoker.data.store import open_store
 
         store = open_store(folder)
-        gathered = store.gather(np.arange(len(store.table)))
+        gathered = store.gather(MicroBatch(np.arange(len(store.table))))
         columns = [gathered.columns[name].tobytes() for name in sorted(gathered.columns)]
         table = [np.asarray(store.table.columns[name]).tobytes() for name in sorted(store.table.columns)]
         return columns, table, store.table.shards
@@ -257,7 +258,7 @@ class Pictures(Format):
 
     def read(self, folder: Path) -> Any:
         from stoker.errors import UserError
-        from stoker.recipes.imagenet.decode import MOST_PIXELS, Box, Broken, decode_all, decode_part, size_of
+        from stoker.recipes.imagenet.decode import MOST_PIXELS, Box, Broken, decode_all, decode_crop, size_of
 
         found = {}
         for path in self.files(folder):
@@ -266,7 +267,7 @@ class Pictures(Format):
                 height, width = size_of(content)
                 assert height * width <= MOST_PIXELS
                 pixels = decode_all(content)
-                part = decode_part(content, Box(0, 0, max(1, height / 2), max(1, width / 2)), height, width, 8)
+                part = decode_crop(content, Box(0, 0, max(1, height / 2), max(1, width / 2)), height, width, 8)
             except Broken as error:
                 raise UserError(str(error)) from error
             assert pixels.ndim == 3
@@ -345,17 +346,19 @@ class Checkpoints(Format):
 
 class Events(Format):
     def make(self, folder: Path) -> None:
+        from stoker.runs import schema
         from stoker.runs.events import EventLog
         from stoker.runs.folder import create_run
 
         for name in ("spoilt", "other"):
             run = create_run(folder, "icecube", name, "recipe: icecube\n", folder / name)
             with EventLog(run.events) as log:
-                log.write("start", data={"fingerprint": "a"}, steps=3)
+                log.write(schema.Start(data={"fingerprint": "a"}, steps=3))
+                place = {"epoch": 0, "consumed": 9, "samples_crc32": 1, "lr": 0.1, "grad_norm": 1.0, "bad": 0}
                 for step in range(1, 4):
-                    log.write("step", step=step, loss=1.0, samples_per_s=100.0)
-                log.write("evaluation", step=3, metric="error", goal="min", score=0.5, error=0.5)
-                log.write("end", state="finished", reason=None)
+                    log.write(schema.Step(step=step, loss=1.0, samples_per_s=100.0, wait_share=0.0, **place))
+                log.write(schema.Evaluation(step=3, metric="error", goal="min", score=0.5, metrics={"error": 0.5}))
+                log.write(schema.End(state="finished"))
 
     def files(self, folder: Path) -> list[Path]:
         return [folder / "spoilt" / "events.jsonl", folder / "spoilt" / "environment.json"]

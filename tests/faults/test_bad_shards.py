@@ -51,7 +51,7 @@ def test_a_cut_shard_stops_the_run_and_is_left_out_when_asked(train: Run, own_ev
     assert "batch_2.parquet" in text
     code, text = train("--data.path", own_events, "--loader.bad_shards", "quarantine")
     assert code == 0
-    assert "QUARANTINE: 150 samples of train/batch_2.parquet" in text
+    assert "SHARD LEFT OUT: train/batch_2.parquet (150 samples)" in text
     (start,) = events_of(tmp_path, "start")
     assert "train/batch_2.parquet" in start["data"]["left_out"]  # type: ignore[index]
     assert start["data"]["training"] == 300  # type: ignore[index]
@@ -74,9 +74,9 @@ def test_damage_that_only_reading_finds(train: Run, own_events: Path, tmp_path: 
         run.rmdir()
     code, text = train("--data.path", own_events, "--data.mode", "direct", "--loader.bad_shards", "quarantine")
     assert code == 0
-    (news,) = events_of(tmp_path, "quarantine")
+    (news,) = events_of(tmp_path, "left_out")
     assert news["samples"] == 150
-    assert news["file"] == "train/batch_1.parquet"
+    assert news["name"] == "train/batch_1.parquet"
 
 
 def test_a_window_too_large_for_the_memory_is_refused(train: Run, own_events: Path) -> None:

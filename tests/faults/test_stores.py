@@ -11,6 +11,7 @@ import pytest
 from stoker import cli
 from stoker.data import checksums
 from stoker.data.pack import pack
+from stoker.data.plan import MicroBatch
 from stoker.data.store import PackedStore, open_store
 from stoker.errors import UserError
 from stoker.recipes.icecube import events
@@ -58,7 +59,7 @@ def test_a_large_store_is_checked_in_the_background_and_its_bounds_at_every_batc
 
     def read_until_named(opened: PackedStore) -> None:
         for _ in range(10_000):
-            opened.gather(np.arange(5))
+            opened.gather(MicroBatch(np.arange(5)))
 
     with pytest.raises(UserError, match=r"charge\.bin"):
         read_until_named(opened)
@@ -69,7 +70,7 @@ def test_a_large_store_is_checked_in_the_background_and_its_bounds_at_every_batc
     first.flush()
     opened = open_store(store)
     with pytest.raises(UserError, match="beyond the end"):
-        opened.gather(np.arange(5))
+        opened.gather(MicroBatch(np.arange(5)))
 
 
 def test_a_store_that_was_found_whole_is_not_read_again_until_it_changes(store: Path, own_cache: Path) -> None:

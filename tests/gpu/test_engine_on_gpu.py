@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.data.device import OnDevice
-from stoker.data.loader import Loaded
-from stoker.data.plan import Plan, Position
+from stoker.data.plan import Plan, Position, Step
 from stoker.recipe import RunConfig
 from stoker.recipes.icecube.data import IceCubeData, open_data
 from stoker.recipes.icecube.model import TwoStageConfig
@@ -20,17 +18,17 @@ from stoker.train.schedule import lr_at
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 
-def make_parts(events_dir: Path, folder: Path, **options: Any) -> tuple[Any, list[OnDevice[Any]]]:
+def make_parts(events_dir: Path, folder: Path, **options: Any) -> tuple[Any, list[Step]]:
     from engine import ReadyLoader, make_batches, make_engine
 
     device = torch.device("cuda")
     data_config = IceCubeData(path=events_dir, validation=(4,))
     data = open_data(RunConfig(recipe="icecube", data=data_config, model=TwoStageConfig()), device)
-    plan = Plan(data.table, data.training, data.order(data.training), 64)
+    plan = Plan(data.table, data.training, data.order, 64)
     batches = make_batches(data, 64, 6, device)
     config = TrainConfig(norms_every=None, **options)
     engine = make_engine(config, 64, ReadyLoader(plan, batches), data, folder, device)
-    steps = [OnDevice((batch,), Loaded((), np.arange(64), Position(0), 0.0)) for batch in batches]
+    steps = [Step(np.arange(64), Position(0), Position(0), batches=(batch,)) for batch in batches]
     return engine, steps
 
 
@@ -46,7 +44,7 @@ def test_a_whole_step_never_waits_for_the_device(events_dir: Path, tmp_path: Pat
         for step in steps:
             result = engine.compute(step, False)
             engine.stepper.update(result, lr_at(engine.config, engine.step, 100))
-            engine.meter.add(result, 64, 0.0)
+            engine.meter.add(step, result)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert np.isfinite(engine.meter.read().loss)

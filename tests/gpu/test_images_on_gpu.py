@@ -9,9 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from stoker.data.device import OnDevice
-from stoker.data.loader import Loaded
-from stoker.data.plan import Position
+from stoker.data.plan import Position, Step
 from stoker.recipes.imagenet.batch import ImageBatch
 from stoker.recipes.imagenet.classes import ClassMap
 from stoker.recipes.imagenet.decode import decode
@@ -45,7 +43,7 @@ def losses_of(sizes: list[int], *, graphs: bool, bad: int | None = None) -> tupl
         batch = batch_of(size, number)
         if number == bad:
             batch.images[0, 0, 0, 0] = float("nan")
-        step = OnDevice((batch,), Loaded((), np.arange(size), Position(0), 0.0))
+        step = Step(np.arange(size), Position(0), Position(0), batches=(batch,))
         result = stepper.compute(step)
         stepper.update(result, 0.05)
         losses.append(result.loss.clone())
@@ -99,7 +97,7 @@ def test_what_a_gpu_cannot_decode_is_left_to_others() -> None:
 
 def test_batches_are_the_same_whoever_decodes(tmp_path: Path) -> None:
     from stoker.data.device import feed
-    from stoker.launch.build import build_parts
+    from stoker.launch.build import build_run
     from stoker.launch.targets import resolve_target
     from stoker.recipes.imagenet.recipe import RECIPE
     from stoker.train.parallel import Ranks
@@ -110,8 +108,8 @@ def test_batches_are_the_same_whoever_decodes(tmp_path: Path) -> None:
     found = []
     for on_gpu in ("false", "true"):
         run = resolve_target("imagenet", [*words, "--data.decode_on_gpu", on_gpu]).config
-        parts = build_parts(RECIPE, run, Ranks())
-        steps = feed(parts.training.batches(Position(0), 1), DEVICE)
+        parts = build_run(RECIPE, run, Ranks())
+        steps = feed(parts.training.steps(Position(0), 1), DEVICE)
         found.append([(step.batches[0].images.cpu(), step.batches[0].labels.cpu()) for step in steps])
     for (images, labels), (others, same) in zip(*found, strict=True):
         assert torch.equal(labels, same)

@@ -62,11 +62,11 @@ def test_batches_reach_the_gpu_without_anybody_waiting(events_dir: Path, mode: s
 
 def test_the_feed_keeps_the_order_and_the_content(events_dir: Path) -> None:
     data = data_of(events_dir, "packed", "cuda")
-    plan = Plan(data.table, data.training, data.order(data.training), 50)
+    plan = Plan(data.table, data.training, data.order, 50)
     stages = [*data.stages, Stage("pin", lambda batch: batch.pin())]
-    loader: Loader[object] = Loader(plan, stages, LoaderConfig(batch_size=50))
+    loader: Loader = Loader(plan, stages, LoaderConfig(batch_size=50))
     seen = []
-    for step in feed(loader.batches(Position(3), 1), torch.device("cuda")):
+    for step in feed(loader.steps(Position(3), 1), torch.device("cuda")):
         torch.cuda._sleep(2_000_000)  # the consumer is slow: memory handed over must not be reused meanwhile
         seen.append((step.batches[0].rows.cpu(), step.batches[0].time.sum().cpu()))
     for (rows, total), planned in zip(seen, plan.steps(Position(3), 1), strict=True):

@@ -17,22 +17,22 @@ from stoker.recipe import RunConfig
 from stoker.recipes.icecube import events
 from stoker.recipes.icecube.baselines import line_fit
 from stoker.recipes.icecube.batch import EventBatch, collate
-from stoker.recipes.icecube.data import IceCubeData, open_data, stored_columns
+from stoker.recipes.icecube.data import IceCubeData, open_data
 from stoker.recipes.icecube.model import TwoStageConfig, TwoStageModel
-from stoker.recipes.icecube.resident import ResidentEvents
+from stoker.recipes.icecube.sources import ResidentEvents, stored_columns
 from stoker.recipes.icecube.table import open_events
 
 CPU = torch.device("cpu")
 
 
 def read(folder: Path, rows: np.ndarray) -> Ragged:
-    return events.open_pulses(folder, open_events(folder)).gather(rows)
+    return events.open_pulses(folder, open_events(folder)).gather(MicroBatch(rows))
 
 
 def load(folder: Path, rows: np.ndarray) -> EventBatch:
     table = open_events(folder)
     labels = {name: np.asarray(table.columns[name][rows]) for name in events.LABELS}
-    return collate(stored_columns(read(folder, rows)), labels, rows, None).to(CPU)
+    return collate(stored_columns(read(folder, rows)), labels, None).to(CPU)
 
 
 def through_stages(folder: Path, rows: np.ndarray, mode: Any, cap: int | None = None) -> EventBatch:

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stoker.data.device import OnDevice
-from stoker.data.loader import Loaded
-from stoker.data.plan import Position
+from stoker.data.plan import Position, Step
 from stoker.runs.events import EventLog, read_events
+from stoker.runs.schema import Spike, Stuck
 from stoker.train.config import TrainConfig
 from stoker.train.ema import Average
 from stoker.train.guards import LossWatch
@@ -65,9 +64,9 @@ def points(count: int, seed: int = 0) -> Points:
     return Points(torch.randn(count, 3, generator=generator), torch.randn(count, generator=generator))
 
 
-def as_step(*batches: Points) -> OnDevice[Points]:
+def as_step(*batches: Points) -> Step:
     rows = np.arange(sum(batch.num_samples for batch in batches))
-    return OnDevice(batches, Loaded(batches, rows, Position(0), 0.0))
+    return Step(rows, Position(0), Position(0), batches=batches)
 
 
 def stepper(task: Regression, **options: Any) -> Stepper:
@@ -247,8 +246,8 @@ def test_spikes_and_a_loss_at_chance_become_events(tmp_path: Path) -> None:
         noise = np.random.default_rng(0).normal(1.0, 0.01, 200)
         for step, loss in enumerate(noise, start=1):
             watch.look_at(step, 2.0 if step == 120 else float(loss))
-    events = list(read_events(tmp_path / "events.jsonl"))
-    assert [(event["event"], event["step"]) for event in events] == [("spike", 120), ("stuck", 150)]
+    events = list(read_events(tmp_path / "events.jsonl", Spike, Stuck))
+    assert [(event.kind, event.step) for event in events] == [("spike", 120), ("stuck", 150)]
 
 
 def test_time_that_was_no_training_is_not_in_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +260,11 @@ def test_time_that_was_no_training_is_not_in_the_rate(monkeypatch: pytest.Monkey
     zero = torch.zeros(())
     for _ in range(4):
         now[0] += 0.5
-        meter.add(StepResult(zero, zero, zero, zero, zero, zero), 100, 0.0)
+        meter.add(as_step(points(100)), StepResult(zero, zero, zero, zero, zero, zero))
     now[0] += 18.0
     meter.leave_out(18.0)  # an evaluation
-    assert meter.read().samples_per_s == pytest.approx(200)
+    now[0] += 0.25
+    meter.add(as_step(points(50)), StepResult(zero, zero, zero, zero, zero, zero))
+    reading = meter.read()
+    assert reading.samples_per_s == pytest.approx(200)
+    assert reading.step_ms == [500.0] * 4 + [250.0]

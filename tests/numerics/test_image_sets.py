@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.data.plan import MicroBatch, Position, StepPlan
+from stoker.data.pack import PackRequest
+from stoker.data.plan import MicroBatch, Position, Step
 from stoker.errors import MachineError, UserError
-from stoker.launch.build import build_parts
+from stoker.launch.build import build_run
 from stoker.launch.targets import resolve_target
-from stoker.recipe import PackRequest
 from stoker.recipes.imagenet import decoder, subset
-from stoker.recipes.imagenet.config import ImageNetData, size_at
+from stoker.recipes.imagenet.config import ImageNetData, PackOptions, size_at
 from stoker.recipes.imagenet.draw import CLASSES, draw_set
 from stoker.recipes.imagenet.gpu_decode import GpuDecoder
 from stoker.recipes.imagenet.pack import pack
@@ -46,7 +46,7 @@ def own_pictures(pictures: Path, tmp_path: Path) -> Path:
 
 def parts_of(path: Path, *words: str):  # type: ignore[no-untyped-def]
     run = resolve_target("imagenet", ["--data.path", str(path), *BASE, *words]).config
-    return build_parts(RECIPE, run, Ranks())
+    return build_run(RECIPE, run, Ranks())
 
 
 def make_tars(pictures: Path, out: Path) -> Path:
@@ -75,7 +75,7 @@ def content_by_class(path: Path) -> dict[tuple[int, int], list[bytes]]:
 
 
 def test_folders_tars_and_packed_shards_hold_the_same_images(pictures: Path, tmp_path: Path) -> None:
-    told = pack(PackRequest(pictures, tmp_path / "packed", verify=True))
+    told = pack(PackRequest(pictures, tmp_path / "packed", verify=True, options=PackOptions()))
     assert told["samples"] == told["images_verified"] == 360
     folders, packed = content_by_class(pictures), content_by_class(tmp_path / "packed")
     assert folders == packed
@@ -88,7 +88,7 @@ def test_folders_tars_and_packed_shards_hold_the_same_images(pictures: Path, tmp
 
 
 def test_a_packed_set_that_is_not_whole_is_refused(pictures: Path, tmp_path: Path) -> None:
-    pack(PackRequest(pictures, tmp_path / "packed"))
+    pack(PackRequest(pictures, tmp_path / "packed", options=PackOptions()))
     manifest = (tmp_path / "packed" / "images.json").read_text()
     for content, words in (
         ("{", "cannot be read"),
@@ -112,13 +112,13 @@ def test_a_file_that_cannot_be_read_stops_a_pack(
 
     monkeypatch.setattr(FolderReader, "read", fails)
     with pytest.raises(MachineError, match=r"jpg cannot be read: the network is gone"):
-        pack(PackRequest(pictures, tmp_path / "packed"))
+        pack(PackRequest(pictures, tmp_path / "packed", options=PackOptions()))
     monkeypatch.undo()
-    assert pack(PackRequest(pictures, tmp_path / "packed"))["samples"] == 360
+    assert pack(PackRequest(pictures, tmp_path / "packed", options=PackOptions()))["samples"] == 360
 
 
 def test_an_export_is_checked_on_the_images_of_any_layout(pictures: Path, tmp_path: Path) -> None:
-    pack(PackRequest(pictures, tmp_path / "packed"))
+    pack(PackRequest(pictures, tmp_path / "packed", options=PackOptions()))
     contents = []
     for path in (pictures, tmp_path / "packed"):
         run = resolve_target("imagenet", ["--data.path", str(path), *BASE]).config
@@ -142,14 +142,14 @@ def test_a_pack_that_was_killed_goes_on_and_never_mixes(
         written.append(shard.name)
         write(request, chosen, shard, *rest)
 
-    request = PackRequest(pictures, tmp_path / "out", short_side=48, quality=80, shuffled=3)
+    request = PackRequest(pictures, tmp_path / "out", shuffled=3, options=PackOptions(short_side=48, quality=80))
     monkeypatch.setattr(module, "_write_shard", dies_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         pack(request)
     with pytest.raises(UserError, match="images"):
         open_images(tmp_path / "out")
     with pytest.raises(UserError, match="not the beginning of this pack"):
-        pack(PackRequest(pictures, tmp_path / "out", short_side=40))
+        pack(PackRequest(pictures, tmp_path / "out", options=PackOptions(short_side=40)))
     monkeypatch.setattr(module, "_write_shard", write)
     done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.bin")}
     told = pack(PackRequest(**{**vars(request), "verify": True}))
@@ -160,7 +160,7 @@ def test_a_pack_that_was_killed_goes_on_and_never_mixes(
     sizes = {min(_size(content)) for contents in content_by_class(tmp_path / "out").values() for content in contents}
     assert max(sizes) <= 56  # 48, or the original where that was no larger
     with pytest.raises(UserError, match="short-side"):
-        pack(PackRequest(pictures, tmp_path / "other", quality=50))
+        pack(PackRequest(pictures, tmp_path / "other", options=PackOptions(quality=50)))
 
 
 def _size(content: bytes) -> tuple[int, int]:
@@ -214,14 +214,14 @@ def test_permuted_validation_labels_are_found_before_the_first_step(tmp_path: Pa
 
 def batches_of(path: Path, *words: str) -> list[torch.Tensor]:
     parts = parts_of(path, *words)
-    steps = list(parts.training.batches(Position(3), 1))
+    steps = list(parts.training.steps(Position(3), 1))
     return [step.batches[0].to(torch.device("cpu")).images for step in steps]
 
 
 def test_batches_do_not_depend_on_threads_or_processes(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = ("--data.rand_augment", "2", "--data.mixup", "0.2", "--data.cutmix", "1.0", "--data.erasing", "0.5")
     first = batches_of(pictures, *every, "--loader.threads", "1")
-    monkeypatch.setattr(decoder, "PART", 5)  # several parts a batch
+    monkeypatch.setattr(decoder, "CHUNK", 5)  # several a batch
     for words in (
         ("--loader.threads", "3", "--loader.look_ahead", "2"),
         ("--loader.threads", "2", "--data.processes", "2"),
@@ -237,7 +237,7 @@ def test_augmented_images_do_not_depend_on_ranks(pictures: Path, repeats: str) -
     parts = parts_of(pictures, *words, "--data.repeats", repeats, "--loader.batch_size", "30")
     plan, make = parts.training.plan, parts.data.stages[0].run
 
-    def images(step: StepPlan, ranks: int) -> dict[tuple[int, int], tuple[torch.Tensor, int, float]]:
+    def images(step: Step, ranks: int) -> dict[tuple[int, int], tuple[torch.Tensor, int, float]]:
         found = {}
         for micro in (micro for mine in plan.deal(step, ranks) for micro in mine):
             batch = make(micro).to(torch.device("cpu"))
@@ -286,12 +286,12 @@ def test_ranks_pack_together_whoever_comes_last(
     from stoker.recipes.imagenet import pack as module
 
     monkeypatch.setattr(module, "SHARD_BYTES", 60_000)
-    base = {"source": pictures, "out": tmp_path / "out", "num_ranks": 2}
+    base = {"source": pictures, "out": tmp_path / "out", "num_ranks": 2, "options": PackOptions()}
     assert pack(PackRequest(**base, rank=0))["state"] == "other ranks are still at work"
     assert pack(PackRequest(**base, rank=1))["samples"] == 360
     assert not (tmp_path / "out" / "lock").exists()
     with pytest.raises(UserError, match="another packed set"):
-        pack(PackRequest(pictures, tmp_path / "out", short_side=32))
+        pack(PackRequest(pictures, tmp_path / "out", options=PackOptions(short_side=32)))
 
 
 def test_a_signal_to_the_group_does_not_end_the_processes() -> None:
@@ -374,7 +374,7 @@ def test_a_helper_that_fails_is_free_again() -> None:
 
 def test_repeated_augmentation_shows_an_image_in_several_ways(pictures: Path) -> None:
     parts = parts_of(pictures, "--data.repeats", "3", "--loader.batch_size", "12")
-    step = next(iter(parts.training.batches(Position(0), 1)))
+    step = next(iter(parts.training.steps(Position(0), 1)))
     rows = step.batches[0].rows.numpy()
     assert len(np.unique(rows)) == 4
     images = step.batches[0].to(torch.device("cpu")).images
@@ -414,19 +414,19 @@ def test_a_broken_image_is_named_and_left_out(own_pictures: Path, capsys: pytest
     bad = own_pictures / "train" / "ring" / "00003.jpg"
     bad.write_bytes(b"\xff\xd8\xff but nothing more")
     parts = parts_of(own_pictures, "--loader.threads", "1")
-    seen = sum(batch.num_samples for step in parts.training.batches(Position(0), 1) for batch in step.batches)
+    seen = sum(batch.num_samples for step in parts.training.steps(Position(0), 1) for batch in step.batches)
     assert seen == 239
     assert str(bad) in capsys.readouterr().err
     parts = parts_of(own_pictures, "--data.broken", "stop")
     with pytest.raises(UserError, match="cannot be decoded"):
-        list(parts.training.batches(Position(0), 1))
+        list(parts.training.steps(Position(0), 1))
 
 
 def test_a_partner_that_is_broken_is_not_mixed_in(own_pictures: Path) -> None:
     parts = parts_of(own_pictures, "--data.mixup", "0.2", "--loader.batch_size", "8", "--data.check_labels", "false")
     plan, make = parts.training.plan, parts.data.stages[0].run
     (micro,) = plan.deal(next(plan.steps(Position(0))), 1)[0]
-    reader = parts.data.where(micro.rows[:1])
+    reader = parts.data.files_of(micro.rows[:1])
     (own_pictures / reader).write_bytes(b"no image")
     batch = make(micro).to(torch.device("cpu"))
     assert micro.partners is not None

@@ -17,9 +17,9 @@ from torchvision.transforms.v2 import functional as reference
 from stoker.recipes.imagenet import augment, crops
 from stoker.recipes.imagenet.augment import OPERATIONS, Erasing, Mixing, RandAugment
 from stoker.recipes.imagenet.chance import uniforms
-from stoker.recipes.imagenet.decode import Box, Broken, Pixels, _upper_rows, decode, decode_part, size_of
+from stoker.recipes.imagenet.decode import Box, Broken, Pixels, _upper_rows, decode, decode_crop, size_of
 from stoker.recipes.imagenet.draw import CLASSES, draw
-from stoker.recipes.imagenet.resize import MEAN, STD, denormalise, resize
+from stoker.recipes.imagenet.resize import MEAN, STD, resize
 
 
 def picture(number: int = 0) -> np.ndarray:
@@ -67,12 +67,12 @@ def test_a_part_decoded_at_a_smaller_scale_is_the_part() -> None:
     content = simplejpeg.encode_jpeg(np.ascontiguousarray(large), quality=95)
     assert size_of(content) == (600, 800)
     box = Box(100, 200, 320, 400)
-    part = decode_part(content, box, 600, 800, 100)
+    part = decode_crop(content, box, 600, 800, 100)
     assert part.shape[0] < 320  # fewer pixels than the box has
     assert min(part.shape[:2]) >= 100  # and enough of them
-    ours = resize(*pack_pixels([part]), torch.zeros(1), 100)
-    exact = resize(*pack_pixels([large[100:420, 200:600]]), torch.zeros(1), 100)
-    assert (denormalise(ours) - denormalise(exact)).abs().mean() < 3
+    ours = resize(*pack_pixels([part]), torch.zeros(1), 100, normalised=False)
+    exact = resize(*pack_pixels([large[100:420, 200:600]]), torch.zeros(1), 100, normalised=False)
+    assert (ours - exact).abs().mean() < 3
 
 
 @settings(max_examples=150, deadline=None)
@@ -103,7 +103,7 @@ def test_rows_below_the_part_change_nothing(data: st.DataObject) -> None:
 
 def part_or_nothing(content: bytes, box: Box, height: int, width: int, size: int) -> Pixels | None:
     try:
-        return decode_part(content, box, height, width, size)
+        return decode_crop(content, box, height, width, size)
     except Broken:
         return None
 
@@ -154,7 +154,7 @@ def test_damaged_files_are_broken_or_the_same_every_time(data: st.DataObject) ->
             if height * width > 10**6:
                 return b"large"
             whole = decode(bytes(content), fast=True)
-            return whole.tobytes() + decode_part(bytes(content), box, height, width, 20).tobytes()
+            return whole.tobytes() + decode_crop(bytes(content), box, height, width, 20).tobytes()
         except Broken:
             return b"broken"
 
@@ -168,7 +168,7 @@ def test_a_file_without_a_single_row_is_broken() -> None:
     with pytest.raises(Broken):
         decode(bytes(content))
     with pytest.raises(Broken):
-        decode_part(bytes(content), Box(0, 0, 100, 100), 480, 640, 50)
+        decode_crop(bytes(content), Box(0, 0, 100, 100), 480, 640, 50)
 
 
 @pytest.mark.parametrize("content", [b"", b"not an image", b"\xff\xd8\xff\xe0 half a header"])

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from stoker.data.device import feed
 from stoker.data.plan import Position
-from stoker.launch.build import build_parts
+from stoker.launch.build import build_run
 from stoker.launch.targets import resolve_target
 from stoker.train.parallel import Ranks
 
@@ -25,11 +25,11 @@ def anonymous():  # bytes of our own; pages of mapped files are the system's to 
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith('RssAnon'))
 
 target = resolve_target('icecube', sys.argv[1:])
-parts = build_parts(target.recipe, target.config, Ranks())
+parts = build_run(target.recipe, target.config, Ranks())
 start, peaks = anonymous(), []
 for epoch in range(4):
     peak = 0
-    for step in feed(parts.training.batches(Position(0, epoch), epoch + 1), torch.device('cpu')):
+    for step in feed(parts.training.steps(Position(0, epoch), epoch + 1), torch.device('cpu')):
         peak = max(peak, anonymous() - start)
     peaks.append(peak)
 print(json.dumps(peaks))

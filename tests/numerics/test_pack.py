@@ -11,6 +11,7 @@ import pytest
 
 from stoker.data.checksums import Verification
 from stoker.data.pack import Packing, ShardContent, pack, verify
+from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices, offsets_of
 from stoker.data.samples import SampleTable, new_table, open_table, shard_rows, split_by_hash, split_by_shard
 from stoker.data.store import open_store
@@ -37,7 +38,7 @@ def test_nine_bytes_a_pulse_and_every_value_as_in_the_source(events_dir: Path, t
     # Against the file itself, decoded the plain way.
     file = pq.read_table(events_dir / "train" / "batch_2.parquet")
     rows = shard_rows(packing.table, 1)
-    content = store.gather(rows)
+    content = store.gather(MicroBatch(rows))
     charge = (25 + 50 * content.columns["charge"].astype(np.int64)) / 1000
     ours = sorted(
         zip(content.columns["time"].tolist(), content.columns["sensor"].tolist(), charge.tolist(), strict=True)
@@ -144,7 +145,7 @@ def test_any_ragged_columns_can_be_packed(tmp_path: Path) -> None:
 
     store = pack(tmp_path / "own", Packing(table, {"word": np.uint16, "weight": np.float64}, read_shard), threads=2)
     assert store is not None
-    got = store.gather(np.array([7, 3, 99]))
+    got = store.gather(MicroBatch(np.array([7, 3, 99])))
     begin = offsets_of(counts)
     expected = np.concatenate([words[begin[row] : begin[row + 1]] for row in (7, 3, 99)])
     assert np.array_equal(got.columns["word"], expected)

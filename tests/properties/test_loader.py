@@ -32,16 +32,16 @@ class Rows:
 
 def make_loader(
     size: int = 60, make: Callable[[MicroBatch], Any] = Rows, rank: int = 0, num_ranks: int = 1, **options: Any
-) -> Loader[Rows]:
+) -> Loader:
     table = make_table([5 + number % 9 for number in range(size)])
     config = LoaderConfig(**({"batch_size": 7, "threads": 2} | options))
     plan = Plan(table, whole(table), lambda seed, epoch: ExactOrder(size, seed, epoch), config.batch_size)
     stages = [Stage("make", make)]
-    return Loader(plan, stages, config, num_epochs=2, rank=rank, num_ranks=num_ranks, where=lambda rows: "some.file")
+    return Loader(plan, stages, config, num_epochs=2, rank=rank, num_ranks=num_ranks, files_of=lambda rows: "some.file")
 
 
-def sequence(loader: Loader[Rows], position: Position = Position(0)) -> list[list[int]]:  # noqa: B008
-    return [batch.rows for loaded in loader.batches(position, 2) for batch in loaded.batches]
+def sequence(loader: Loader, position: Position = Position(0)) -> list[list[int]]:  # noqa: B008
+    return [batch.rows for loaded in loader.steps(position, 2) for batch in loaded.batches]
 
 
 def slowly(micro: MicroBatch) -> Rows:
@@ -58,7 +58,7 @@ def test_threads_and_look_ahead_do_not_change_the_batches(threads: int, look_ahe
 
 def test_resuming_after_every_single_step_gives_the_same_tail() -> None:
     loader = make_loader()
-    steps = list(loader.batches(Position(0), 2))
+    steps = list(loader.steps(Position(0), 2))
     rows = [step.batches[0].rows for step in steps]
     for number, step in enumerate(steps):
         assert sequence(make_loader(make=slowly, look_ahead=5), step.after) == rows[number + 1 :]
@@ -104,14 +104,14 @@ def test_a_stuck_read_is_reported_with_its_file_and_does_not_hang() -> None:
 
     begin = time.monotonic()
     with pytest.raises(MachineError, match=r"stuck.*some\.file"):
-        next(make_loader(make=hang, stuck_after_s=0.2).batches(Position(0), 1))
+        next(make_loader(make=hang, stuck_after_s=0.2).steps(Position(0), 1))
     release.set()
     assert time.monotonic() - begin < 30
 
 
 def test_closing_leaves_no_thread_behind() -> None:
     before = set(threading.enumerate())
-    batches = make_loader(make=slowly, threads=4).batches(Position(0), 2)
+    batches = make_loader(make=slowly, threads=4).steps(Position(0), 2)
     next(batches)
     batches.close()  # type: ignore[attr-defined]
     assert set(threading.enumerate()) <= before
@@ -137,8 +137,8 @@ def test_the_memory_budget_holds_under_a_slow_consumer() -> None:
     table = make_table([10] * 400)
     config = LoaderConfig(batch_size=10, threads=4, look_ahead=1000, ram_bytes=6 * size)
     plan = Plan(table, whole(table), lambda seed, epoch: ExactOrder(400, seed, epoch), 10)
-    loader: Loader[Counted] = Loader(plan, [Stage("make", Counted)], config, bytes_per_cost=size / 100)
-    for loaded in loader.batches(Position(0), 1):
+    loader: Loader = Loader(plan, [Stage("make", Counted)], config, bytes_per_cost=size / 100)
+    for loaded in loader.steps(Position(0), 1):
         time.sleep(0.005)
         del loaded
     assert max(alive) <= 6
@@ -149,9 +149,9 @@ def test_a_step_that_cannot_fit_the_budget_is_refused() -> None:
     table = make_table([10] * 40)
     config = LoaderConfig(batch_size=40, ram_bytes=1 << 20)
     plan = Plan(table, whole(table), lambda seed, epoch: ExactOrder(40, seed, epoch), 40)
-    loader: Loader[Rows] = Loader(plan, [Stage("make", Rows)], config, bytes_per_cost=1e5)
+    loader: Loader = Loader(plan, [Stage("make", Rows)], config, bytes_per_cost=1e5)
     with pytest.raises(UserError, match=r"loader\.ram_bytes"):
-        next(loader.batches(Position(0), 1))
+        next(loader.steps(Position(0), 1))
 
 
 def test_memory_stays_flat_over_many_epochs() -> None:
@@ -159,7 +159,7 @@ def test_memory_stays_flat_over_many_epochs() -> None:
     process = psutil.Process()
 
     def epoch(number: int) -> int:
-        for _ in loader.batches(Position(0, number), number + 1):
+        for _ in loader.steps(Position(0, number), number + 1):
             pass
         return process.memory_info().rss
 

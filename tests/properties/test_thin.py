@@ -12,7 +12,7 @@ def test_thinning_keeps_at_most_the_cap_first_priority_first_in_order(
 ) -> None:
     offsets = offsets_of(np.array(counts))
     last = np.array([random.random() < 0.5 for _ in range(offsets[-1])], bool)
-    ragged = Ragged({"row": np.arange(offsets[-1]), "last": last}, offsets)
+    ragged = Ragged({"row": np.arange(offsets[-1]), "last": last}, offsets, np.arange(len(counts)))
     ids = np.arange(len(counts)) * 7
     thinned = thin(ragged, cap, ids, seed, 0, last=last)
     for sample, count in enumerate(counts):
@@ -26,9 +26,9 @@ def test_thinning_keeps_at_most_the_cap_first_priority_first_in_order(
 
 
 def test_the_draw_depends_on_sample_and_epoch_and_not_on_company() -> None:
-    ragged = Ragged({"row": np.arange(200)}, np.array([0, 100, 200]))
+    ragged = Ragged({"row": np.arange(200)}, np.array([0, 100, 200]), np.arange(2))
     both = thin(ragged, 10, np.array([5, 6]), 1, 0)
-    alone = thin(Ragged({"row": np.arange(100, 200)}, np.array([0, 100])), 10, np.array([6]), 1, 0)
+    alone = thin(Ragged({"row": np.arange(100, 200)}, np.array([0, 100]), np.arange(1)), 10, np.array([6]), 1, 0)
     assert both.columns["row"][10:].tolist() == alone.columns["row"].tolist()
     other_epoch = thin(ragged, 10, np.array([5, 6]), 1, 1)
     assert both.columns["row"].tolist() != other_epoch.columns["row"].tolist()

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stoker.data.device import OnDevice
-from stoker.data.loader import Loaded
-from stoker.data.plan import Position
+from stoker.data.plan import Position, Step
 from stoker.errors import UserError
 from stoker.recipes.imagenet.batch import ImageBatch
 from stoker.recipes.imagenet.classes import ClassMap
@@ -110,9 +108,14 @@ def test_a_graph_makes_room_for_a_batch_that_does_not_fit_beside_it(graphed: Gra
 
 
 def test_batches_that_cannot_be_recorded_are_refused(graphed: GraphedBackward) -> None:
-    for batch in ({"values": torch.ones(2)}, Batch((torch.ones(2), torch.ones(2)))):  # type: ignore[arg-type]
-        with pytest.raises(UserError, match="dataclasses of tensors"):
-            graphed(batch, 2)
+    with pytest.raises(UserError, match="holds a ndarray"):
+        graphed(Batch(np.ones(2)), 2)  # type: ignore[arg-type]
+
+
+def test_batches_of_any_structure_have_a_shape() -> None:
+    graphed = GraphedBackward(lambda batch, samples: batch["inputs"][0].sum(), [nn.Parameter(torch.ones(2))])
+    for _ in range(SEEN):
+        assert graphed({"inputs": (torch.ones(2), 3), "rows": torch.arange(2)}, 2) == 2
 
 
 class StandIn:
@@ -167,7 +170,7 @@ def test_recorded_steps_train_as_others_do(monkeypatch: pytest.MonkeyPatch) -> N
                 images[0] = float("nan")
             labels = torch.arange(size) % 3
             batch = ImageBatch(images, labels, labels, torch.ones(size), torch.arange(size))
-            result = stepper.compute(OnDevice((batch,), Loaded((), np.arange(size), Position(0), 0.0)))
+            result = stepper.compute(Step(np.arange(size), Position(0), Position(0), batches=(batch,)))
             stepper.update(result, 0.05)
         assert stand_in.made == (2 if graphed else 0)
         assert stepper.average is not None

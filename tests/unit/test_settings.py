@@ -187,7 +187,7 @@ def test_every_generator_follows_the_seed(tmp_path: Path, events_dir: Path) -> N
     import numpy as np
     import torch
 
-    from stoker.launch.build import build_parts
+    from stoker.launch.build import build_run
     from stoker.launch.targets import resolve_target
     from stoker.train.parallel import Ranks
 
@@ -195,7 +195,7 @@ def test_every_generator_follows_the_seed(tmp_path: Path, events_dir: Path) -> N
 
     def drawn() -> tuple[float, float, float]:
         random.seed()
-        build_parts(target.recipe, target.config, Ranks())
+        build_run(target.recipe, target.config, Ranks())
         return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
 
     assert drawn() == drawn()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import UserError
+from stoker.runs import schema
 from stoker.runs.events import EventLog
 from stoker.train.trackers import LogConfig, open_tracker
 
@@ -17,10 +18,11 @@ def write_events(folder: Path, config: LogConfig) -> None:
     assert listener is not None
     with EventLog(folder / "events.jsonl") as log:
         log.listeners.append(listener)
-        log.write("start", data={})
+        log.write(schema.Start())
+        place = {"epoch": 0, "consumed": 9, "samples_crc32": 1, "lr": 0.1, "grad_norm": 1.0, "bad": 0}
         for step in (1, 2):
-            log.write("step", step=step, loss=1.0 / step, note="no number")
-        log.write("evaluation", step=2, metric="error", error=0.5)
+            log.write(schema.Step(step=step, loss=1.0 / step, samples_per_s=10.0, wait_share=0.0, **place))
+        log.write(schema.Evaluation(step=2, metric="error", goal="min", score=0.5, metrics={"error": 0.5}))
     listener.close()
 
 

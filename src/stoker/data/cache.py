@@ -106,6 +106,11 @@ class ByteCache(Generic[K, V]):
             if key in self._values:
                 self._held_bytes -= self._values.pop(key)[1]
 
+    def drop_where(self, is_dead: Callable[[K], bool]) -> None:
+        """Forgets all values that will not be asked for again."""
+        for key in [key for key in list(self._values) if is_dead(key)]:
+            self.drop(key)
+
     def _keep(self, key: K, value: V, num_bytes: int) -> None:
         with self._lock:
             self._values[key] = value, num_bytes

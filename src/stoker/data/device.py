@@ -4,35 +4,28 @@ The next step's batches are always under way, so the copy and the computation ov
 converted.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 
-from stoker.data.loader import Loaded
-
-D = TypeVar("D")
-
-
-@dataclass(frozen=True)
-class OnDevice(Generic[D]):
-    """One step, ready to compute."""
-
-    batches: tuple[D, ...]
-    loaded: Loaded[Any]  # what it was made from: position, number of samples, waiting time
+from stoker.data.batch import tensors_in, to_device
+from stoker.data.plan import Step
 
 
-def feed(steps: Iterator[Loaded[Any]], device: torch.device) -> Iterator[OnDevice[Any]]:
+def feed(steps: Iterator[Step], device: torch.device) -> Iterator[Step]:
     """Each step with its batches on `device`, one step ahead of the consumer on a GPU."""
     if device.type != "cuda":
-        for loaded in steps:
-            yield OnDevice(tuple(batch.to(device) for batch in loaded.batches), loaded)
+        for step in steps:
+            begin = time.perf_counter()
+            step.batches = tuple(to_device(batch, device) for batch in step.batches)
+            step.copy_s = _always(time.perf_counter() - begin)
+            yield step
         return
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    pending: tuple[OnDevice[Any], torch.cuda.Event] | None = None
-    for loaded in steps:
-        coming = _copy(loaded, device, stream)
+    pending: tuple[Step, torch.cuda.Event] | None = None
+    for step in steps:
+        coming = step, _copy(step, device, stream)
         if pending is not None:
             yield _hand_over(*pending)
         pending = coming
@@ -40,20 +33,26 @@ def feed(steps: Iterator[Loaded[Any]], device: torch.device) -> Iterator[OnDevic
         yield _hand_over(*pending)
 
 
-def _copy(
-    loaded: Loaded[Any], device: torch.device, stream: torch.cuda.Stream
-) -> tuple[OnDevice[Any], torch.cuda.Event]:
+def _copy(step: Step, device: torch.device, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Queues the copy; the event comes when it is done."""
     with torch.cuda.stream(stream):
-        moved = OnDevice(tuple(batch.to(device) for batch in loaded.batches), loaded)
-        return moved, stream.record_event()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record(stream)
+        step.batches = tuple(to_device(batch, device) for batch in step.batches)
+        end.record(stream)
+    step.copy_s = lambda: begin.elapsed_time(end) / 1e3
+    return end
 
 
-def _hand_over(step: OnDevice[Any], copied: torch.cuda.Event) -> OnDevice[Any]:
+def _hand_over(step: Step, copied: torch.cuda.Event) -> Step:
     """Makes the computing stream wait for the copy, and keeps the memory until the computation is through with it."""
     current = torch.cuda.current_stream()
     current.wait_event(copied)
-    for batch in step.batches:
-        for value in vars(batch).values():
-            if isinstance(value, torch.Tensor) and value.is_cuda:
-                value.record_stream(current)
+    for tensor in tensors_in(step.batches):
+        if tensor.is_cuda:
+            tensor.record_stream(current)
     return step
+
+
+def _always(seconds: float) -> Callable[[], float]:
+    return lambda: seconds

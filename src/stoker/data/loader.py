@@ -9,20 +9,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 from pydantic import Field
 
-from stoker.data.plan import MicroBatch, Plan, Position, StepPlan
-from stoker.data.ragged import Indices, Ragged
+from stoker.data.batch import pin
+from stoker.data.order import StorageOrder
+from stoker.data.plan import MicroBatch, Plan, Position, Step
+from stoker.data.ragged import Indices
+from stoker.data.source import RunData
 from stoker.data.stages import Stage, StageTimes
 from stoker.data.workers import Job, Workers
 from stoker.errors import MachineError, UserError
 from stoker.settings import AlsoCalled, config
-
-B = TypeVar("B")
 
 
 @config
@@ -56,30 +57,7 @@ class LoaderConfig:
         return self.threads or min(8, len(os.sched_getaffinity(0)))
 
 
-class Source(Protocol):
-    """Reads samples by their rows in the sample table."""
-
-    def gather(self, rows: Indices) -> Ragged: ...
-
-    def where(self, rows: Indices) -> str:
-        """The files that hold these rows, for messages."""
-
-
-@dataclass(frozen=True)
-class Loaded(Generic[B]):
-    """One step for this rank."""
-
-    batches: tuple[B, ...]  # micro-batches
-    rows: Indices  # of the whole step, over all ranks and micro-batches
-    after: Position  # where the run stands once this step is done
-    wait_s: float  # how long the consumer waited
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.rows)
-
-
-class Loader(Generic[B]):
+class Loader:
     """Iterating goes on from where the loader stands, through epoch `num_epochs` - 1."""
 
     def __init__(
@@ -92,12 +70,12 @@ class Loader(Generic[B]):
         num_epochs: int | None = None,
         rank: int = 0,
         num_ranks: int = 1,
-        where: Callable[[Indices], str] | None = None,
+        files_of: Callable[[Indices], str] | None = None,
         bytes_per_cost: float = 64.0,
         cache_bytes: int = 0,
     ) -> None:
         self.plan, self.times = plan, StageTimes([stage.name for stage in stages])
-        self._stages, self._config, self._where = tuple(stages), config, where
+        self._stages, self._config, self._files_of = tuple(stages), config, files_of
         self._rank, self._num_ranks = rank, num_ranks
         self._num_epochs = num_epochs
         self._position = Position(seed)
@@ -111,41 +89,54 @@ class Loader(Generic[B]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._position = Position(**state)
 
-    def __iter__(self) -> Iterator[Loaded[B]]:
-        for loaded in self.batches(self._position, self._num_epochs):
-            self._position = loaded.after
-            yield loaded
+    def __iter__(self) -> Iterator[Step]:
+        for step in self.steps(self._position, self._num_epochs):
+            self._position = step.after
+            yield step
 
-    def batches(self, position: Position, num_epochs: int | None = None) -> Iterator[Loaded[B]]:
-        """Steps from `position` on. Closing the iterator stops the threads."""
-        ahead: deque[_Step] = deque()
-        steps = self.plan.steps(position, num_epochs)
+    def steps(self, position: Position, num_epochs: int | None = None) -> Iterator[Step]:
+        """Steps from `position` on, with their batches. Closing the iterator stops the threads."""
+        ahead: deque[tuple[Step, list[Job[Any]]]] = deque()
+        planned = self.plan.steps(position, num_epochs)
         with Workers(self._config.num_threads, "loader") as workers:
             budget = _Budget(self._room, self._config.look_ahead)
-            coming = next(steps, None)
+            coming = self._dealt(next(planned, None))
             while coming is not None or ahead:
-                while coming is not None and (step := self._begin(coming, workers, budget, first=not ahead)):
-                    ahead.append(step)
-                    coming = next(steps, None)
-                self.times.saw_ready(sum(job.done() for step in ahead for job in step.jobs))
-                step = ahead.popleft()
-                yield self._finish(step)
-                budget.give_back(step.num_bytes, len(step.jobs))
+                while coming is not None and self._has_room(coming, budget, first=not ahead):
+                    ahead.append((coming, [workers.submit(self._make, micro) for micro in coming.micro_batches]))
+                    coming = self._dealt(next(planned, None))
+                self.times.saw_ready(sum(job.done() for _, jobs in ahead for job in jobs))
+                num_bytes, num_batches = self._num_bytes(ahead[0][0]), len(ahead[0][1])
+                yield self._finish(*ahead.popleft())  # no name keeps it: its memory is free when the consumer drops it
+                budget.give_back(num_bytes, num_batches)
 
-    def _begin(self, step: StepPlan, workers: Workers, budget: "_Budget", *, first: bool) -> "_Step | None":
-        """Starts the work on a step, if there is room for it; the first one must fit alone."""
-        mine = self.plan.deal(step, self._num_ranks)[self._rank]
-        num_bytes = int(sum(micro.cost for micro in mine) * self._bytes_per_cost)
+    def _dealt(self, step: Step | None) -> Step | None:
+        """With this rank's share of it."""
+        if step is not None:
+            step.micro_batches = self.plan.deal(step, self._num_ranks)[self._rank]
+        return step
+
+    def _num_bytes(self, step: Step) -> int:
+        return int(step.cost * self._bytes_per_cost)
+
+    def _has_room(self, step: Step, budget: "_Budget", *, first: bool) -> bool:
+        """Whether work on a step may begin; the first one must fit alone."""
+        num_bytes = self._num_bytes(step)
         if first and num_bytes > self._room:
             raise UserError(
                 f"One step needs about {num_bytes / 1e6:,.0f} MB for its batches, and loader.ram_bytes leaves "
                 f"{self._room / 1e6:,.0f} MB. Raise it, or lower loader.batch_size, batch_cost or sample_cost."
             )
-        if not budget.take(num_bytes, len(mine)):
-            assert not first, "an empty window leaves the whole budget"
-            return None
-        jobs = [workers.submit(self._make, micro) for micro in mine]
-        return _Step(step, mine, jobs, num_bytes)
+        taken = budget.take(num_bytes, len(step.micro_batches))
+        assert taken or not first, "an empty window leaves the whole budget"
+        return taken
+
+    def make(self, rows: Indices) -> Any:
+        """These samples as one batch, made here and now."""
+        value: Any = MicroBatch(rows, copies=np.zeros_like(rows), partners=np.arange(len(rows)))
+        for stage in self._stages:
+            value = stage.run(value)
+        return value
 
     def _make(self, micro: MicroBatch) -> Any:
         """Runs in a thread: one micro-batch through all stages."""
@@ -156,12 +147,12 @@ class Loader(Generic[B]):
             self.times.count_bytes(stage.name, value)
         return value
 
-    def _finish(self, step: "_Step") -> Loaded[B]:
+    def _finish(self, step: Step, jobs: "list[Job[Any]]") -> Step:
         begin = time.perf_counter()
-        batches = [self._wait_for(job, micro) for job, micro in zip(step.jobs, step.micro_batches, strict=True)]
-        wait_s = time.perf_counter() - begin
-        self.times.waited(wait_s)
-        return Loaded(tuple(batches), step.plan.rows, step.plan.after, wait_s)
+        step.batches = tuple(self._wait_for(job, micro) for job, micro in zip(jobs, step.micro_batches, strict=True))
+        step.wait_s = time.perf_counter() - begin
+        self.times.waited(step.wait_s)
+        return step
 
     def _wait_for(self, job: "Job[Any]", micro: MicroBatch) -> Any:
         try:
@@ -180,16 +171,36 @@ class Loader(Generic[B]):
     def _describe(self, micro: MicroBatch) -> str:
         ids = np.asarray(self.plan.table.columns["id"][micro.rows[:8]]).tolist()
         more = f" and {len(micro.rows) - 8} more" if len(micro.rows) > 8 else ""
-        files = f" of {self._where(micro.rows)}" if self._where else ""
+        files = f" of {self._files_of(micro.rows)}" if self._files_of else ""
         return f"samples {', '.join(map(str, ids))}{more}{files}"
 
 
-@dataclass(frozen=True)
-class _Step:
-    plan: StepPlan
-    micro_batches: list[MicroBatch]
-    jobs: "list[Job[Any]]"
-    num_bytes: int
+def loader_of(
+    data: RunData, config: LoaderConfig, device: torch.device, *, training: bool, rank: int = 0, num_ranks: int = 1
+) -> Loader:
+    """Of the training samples in their order, or of the validation samples as they are stored."""
+    stages = data.stages if training else data.validation_stages or data.stages
+    plan = Plan(
+        table=data.table,
+        subset=data.training if training else data.validation,
+        order=data.order if training else lambda seed, epoch: StorageOrder(),
+        batch_size=config.batch_size,
+        batch_cost=config.batch_cost,
+        micro_cost=config.micro_cost,
+        sample_cost=config.sample_cost,
+        repeated=training and data.repeated,
+        paired=training and data.paired,
+    )
+    return Loader(
+        plan,
+        [*stages, *([Stage("pin", pin)] if device.type == "cuda" else [])],
+        config,
+        rank=rank,
+        num_ranks=num_ranks,
+        files_of=data.files_of,
+        bytes_per_cost=data.bytes_per_cost,
+        cache_bytes=data.cache_bytes,
+    )
 
 
 class _Budget:

@@ -23,13 +23,33 @@ import numpy.typing as npt
 
 from stoker import console
 from stoker.data.checksums import checksums, read_manifest, write_manifest
+from stoker.data.loader import LoaderConfig
 from stoker.data.order import ExactOrder
+from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices, offsets_of, range_indices
 from stoker.data.samples import PLACE_COLUMNS, SampleTable, new_table, open_table, shard_rows
-from stoker.data.store import MANIFEST, VERSION, PackedStore, column_path, open_store
+from stoker.data.store import MANIFEST, VERSION, PackedStore, column_path, is_store, open_store
 from stoker.errors import MachineError, UserError
 from stoker.files import file_lock, said_if_full, sync_folder, write_json
 from stoker.runs.environment import environment_number
+
+
+@dataclass(frozen=True)
+class PackRequest:
+    """What `stoker pack` was asked for; `options` are the recipe's own, of its `pack_options`."""
+
+    source: Path
+    out: Path
+    shuffled: int | None = None
+    threads: int | None = None
+    verify: bool = False
+    options: Any = None
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def num_threads(self) -> int:
+        return self.threads or LoaderConfig().num_threads
 
 
 @dataclass(frozen=True)
@@ -80,6 +100,27 @@ def pack(out: Path, packing: Packing, *, threads: int, rank: int = 0, num_ranks:
         return _pack(out, work, packing, threads, rank, num_ranks)
 
 
+def pack_as_asked(request: PackRequest, packing: Packing) -> dict[str, Any]:
+    """Packs, or with `verify` looks at a store that exists; returns what to tell."""
+    threads = request.num_threads
+    if request.verify and is_store(request.out):
+        store = open_store(request.out)
+    else:
+        packed = pack(request.out, packing, threads=threads, rank=request.rank, num_ranks=request.num_ranks)
+        if packed is None:
+            return {"path": str(request.out), "state": "other ranks are still at work"}
+        store = packed
+    result: dict[str, Any] = {
+        "path": str(request.out),
+        "samples": len(store.table),
+        "rows": store.num_rows,
+        "bytes": store.num_bytes,
+    }
+    if request.verify:
+        result["values_verified"] = verify(store, packing, threads)
+    return result
+
+
 def _pack(out: Path, work: Path, packing: Packing, threads: int, rank: int, num_ranks: int) -> PackedStore | None:
     if not (work / MANIFEST).is_file():  # else it was killed between the last file and the new name
         _write_share(work, packing, threads, rank, num_ranks)
@@ -118,7 +159,7 @@ def verify(store: PackedStore, packing: Packing, threads: int) -> int:
     def compare(shard: int) -> int:
         rows = shard_rows(packing.table, shard)
         content = packing.read_shard(shard, rows)
-        stored = store.gather(_packed_rows(packing, rows))
+        stored = store.gather(MicroBatch(_packed_rows(packing, rows)))
         compared = 0
         for name, column in content.columns.items():
             wrong = np.flatnonzero(~_same(np.asarray(column, store.columns[name].dtype), stored.columns[name]))

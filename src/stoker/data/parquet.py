@@ -15,8 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from stoker.data.bad_samples import BadShard
 from stoker.data.cache import ByteCache
-from stoker.data.quarantine import BadShard
+from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices, Ragged, offsets_of, range_indices
 from stoker.data.samples import SampleTable
 from stoker.errors import UserError
@@ -42,9 +43,9 @@ class ParquetSource:
         self._metadata: dict[int, pq.FileMetaData] = {}
         self._cache: ByteCache[tuple[int, int], dict[str, Array]] = ByteCache(cache_bytes)
 
-    def gather(self, rows: Indices) -> Ragged:
-        """The rows of these samples, in the order asked for; quickest when that is the order of storage."""
-        places = self._table.columns
+    def gather(self, micro: MicroBatch) -> Ragged:
+        """These samples, in the order asked for; quickest when that is the order of storage."""
+        rows, places = micro.rows, self._table.columns
         shard, first, count = (np.asarray(places[name][rows]) for name in ("shard", "first", "count"))
         pieces = self._pieces(shard, first, count)
         offsets = offsets_of(count)
@@ -54,17 +55,17 @@ class ParquetSource:
             part = slice(start, stop)
             group = self._group(int(pieces.shard[start]), int(pieces.group[start]))
             take, sizes = range_indices(pieces.first[part], pieces.count[part])
-            where: slice | Indices
+            place: slice | Indices
             if in_order:  # pieces of a row group are neighbours in the batch too: no scatter
                 begin = offsets[pieces.target[start]] + pieces.skipped[start]
-                where = slice(begin, begin + sizes[-1])
+                place = slice(begin, begin + sizes[-1])
             else:
-                where = range_indices(offsets[pieces.target[part]] + pieces.skipped[part], pieces.count[part])[0]
+                place = range_indices(offsets[pieces.target[part]] + pieces.skipped[part], pieces.count[part])[0]
             for name, column in columns.items():
-                column[where] = group[name].take(take, mode="clip")
-        return Ragged(columns, offsets)
+                column[place] = group[name].take(take, mode="clip")
+        return Ragged(columns, offsets, rows)
 
-    def where(self, rows: Indices) -> str:
+    def files_of(self, rows: Indices) -> str:
         numbers = np.unique(self._table.columns["shard"][rows])
         names = ", ".join(str(self._paths[number]) for number in numbers[:3])
         return names + (f" and {len(numbers) - 3} more files" if len(numbers) > 3 else "")

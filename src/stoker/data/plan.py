@@ -9,8 +9,9 @@ Every sample comes exactly once an epoch. The last step of an epoch is short, ne
 samples than there are ranks, some micro-batches are empty.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,24 +30,40 @@ class Position:
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """The samples of one step over all ranks, as rows of the sample table, in the order of the epoch."""
-
-    rows: Indices
-    before: Position
-    after: Position
-
-
-@dataclass(frozen=True)
 class MicroBatch:
-    """What is read at once."""
+    """What is read at once: samples, and the epoch that they are read for."""
 
     rows: Indices
-    seed: int
-    epoch: int
+    seed: int = 0
+    epoch: int = 0
     cost: int = 0
     copies: Indices | None = None  # which copy of its sample each row is, where samples come several times a step
     partners: Indices | None = None  # the place of each row's partner, where samples come in pairs; alone: its own
+
+    def only(self, rows: Indices) -> "MicroBatch":
+        """Some samples of it, where they have neither copies nor partners."""
+        return self if rows is self.rows else MicroBatch(rows, self.seed, self.epoch)
+
+
+@dataclass
+class Step:
+    """One optimizer step on its way: planned, made by the loader, copied to the device, computed."""
+
+    rows: Indices  # of the sample table, over all ranks, in the order of the epoch
+    before: Position
+    after: Position  # where the run stands once the step is done
+    micro_batches: Sequence[MicroBatch] = ()  # this rank's share of it
+    batches: tuple[Any, ...] = ()  # one for each of them: on the host, then on the device
+    wait_s: float = 0.0  # how long the consumer waited for them
+    copy_s: Callable[[], float] = lambda: 0.0  # how long copying them took, once they are there
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.rows)
+
+    @property
+    def cost(self) -> int:
+        return sum(micro.cost for micro in self.micro_batches)
 
 
 @dataclass(frozen=True)
@@ -77,14 +94,14 @@ class Plan:
         assert self.batch_cost is not None
         return max(1, round(len(self) * self._mean_cost() / self.batch_cost))
 
-    def steps(self, position: Position, num_epochs: int | None = None) -> Iterator[StepPlan]:
+    def steps(self, position: Position, num_epochs: int | None = None) -> Iterator[Step]:
         """The steps from `position` on, through the end of epoch `num_epochs` - 1, or for ever."""
         while num_epochs is None or position.epoch < num_epochs:
             order = _InStretches(self.order(position.seed, position.epoch), len(self))
             while position.consumed < len(self):
                 rows = self._next_rows(order, position.consumed)
                 after = Position(position.seed, position.epoch, position.consumed + len(rows))
-                yield StepPlan(rows, position, after)
+                yield Step(rows, position, after)
                 position = after
             position = Position(position.seed, position.epoch + 1, 0)
 
@@ -93,7 +110,7 @@ class Plan:
         costs = self.table.cost(rows)
         return costs if self.sample_cost is None else np.minimum(costs, self.sample_cost)
 
-    def deal(self, step: StepPlan, num_ranks: int) -> list[list[MicroBatch]]:
+    def deal(self, step: Step, num_ranks: int) -> list[list[MicroBatch]]:
         """The step's micro-batches for each rank, the same number for all."""
         costs = self.costs(step.rows)
         pair = _pairs(len(costs)) if self.paired else np.arange(len(costs))

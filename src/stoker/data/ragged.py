@@ -1,4 +1,4 @@
-"""Ragged arrays: flat columns and offsets, never padded. Sample i owns the rows offsets[i] .. offsets[i + 1]."""
+"""Ragged arrays: flat columns and offsets, never padded. Sample i owns the elements offsets[i] .. offsets[i + 1]."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +13,11 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Ragged:
-    """The rows of some samples, one after the other, as columns of equal length."""
+    """Some samples, one after the other, as columns of equal length."""
 
     columns: Mapping[str, Array]
     offsets: Indices  # (samples + 1,)
+    rows: Indices  # (samples,) which samples these are: rows of the sample table
 
     @property
     def num_bytes(self) -> int:

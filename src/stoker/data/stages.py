@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from stoker.data.batch import num_bytes
+
 RECENT = 1024  # durations kept for the percentiles
 
 
@@ -41,9 +43,9 @@ class StageTimes:
             self._recent[name].append(spent)
 
     def count_bytes(self, name: str, value: Any) -> None:
-        num_bytes = getattr(value, "num_bytes", 0)
+        counted = num_bytes(value)
         with self._lock:
-            self._bytes[name] += num_bytes
+            self._bytes[name] += counted
 
     def saw_ready(self, num_batches: int) -> None:
         """So many micro-batches lay ready when the consumer asked for the next."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from stoker.data.checksums import Verification, read_manifest
+from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices, Ragged, range_indices
 from stoker.data.samples import SampleTable, open_table
 from stoker.errors import UserError
@@ -37,15 +38,16 @@ class PackedStore:
     def num_bytes(self) -> int:
         return sum(column.nbytes for column in self.columns.values())
 
-    def gather(self, rows: Indices) -> Ragged:
-        """The rows of these samples, in the order asked for."""
+    def gather(self, micro: MicroBatch) -> Ragged:
+        """These samples, in the order asked for."""
+        rows = micro.rows
         first, count = (np.asarray(self.table.columns[name][rows]) for name in ("first", "count"))
         if not self.verification.done:
             self._check_bounds(first, count)
         indices, offsets = range_indices(first, count)
         # Every index lies inside: as it was packed, or as was just seen. Take need not look at each of them.
         columns = {name: column.take(indices, mode="clip") for name, column in self.columns.items()}
-        return Ragged(columns, offsets)
+        return Ragged(columns, offsets, rows)
 
     def _check_bounds(self, first: Array, count: Array) -> None:
         """Until all checksums were compared the table may be damaged."""
@@ -53,7 +55,7 @@ class PackedStore:
         if len(first) and (first.min() < 0 or count.min() < 0 or (first + count).max() > self.num_rows):
             raise UserError(f"{self.path} is damaged: its table points beyond the end of its columns. Pack it again.")
 
-    def where(self, rows: Indices) -> str:
+    def files_of(self, rows: Indices) -> str:
         return f"{self.path} (packed from {', '.join(_shard_names(self.table, rows))})"
 
 

@@ -24,7 +24,7 @@ def thin(
     if keep is None:
         return ragged
     columns: dict[str, Array] = {name: column[keep] for name, column in ragged.columns.items()}
-    return Ragged(columns, offsets_of(np.minimum(np.diff(ragged.offsets), cap)))
+    return Ragged(columns, offsets_of(np.minimum(np.diff(ragged.offsets), cap)), ragged.rows)
 
 
 def kept_rows(

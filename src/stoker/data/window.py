@@ -9,7 +9,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +17,16 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from stoker.data.bad_samples import BadShard
 from stoker.data.cache import ByteCache
+from stoker.data.order import WindowOrder
 from stoker.data.parquet import ParquetSource, as_array, named_if_damaged, open_parquet
-from stoker.data.quarantine import BadShard
+from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices, Ragged, offsets_of, range_indices
-from stoker.data.samples import SampleTable
+from stoker.data.samples import SampleTable, Subset
 from stoker.errors import UserError
 
 READ_AHEAD = 4  # blocks
-SortKeys = Callable[[Indices], Indices | None]
 
 
 @dataclass
@@ -45,57 +46,85 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class _EpochOrder:
+class _Epoch:
     """What an epoch will ask for."""
 
-    sort_keys: SortKeys
+    key: tuple[int, int]  # seed and number: blocks are laid out for one epoch, and of no use to another
+    order: WindowOrder
     blocks: Indices  # in the order in which they are first needed
     place: Mapping[int, int]  # of each block in that order
-    turn: int  # counts epochs: blocks laid out for an earlier one are of no use
+    delivered: set[int] = field(default_factory=set)  # blocks that will not be asked for again
 
 
 class WindowSource:
-    """Gathers samples in whatever order is quickest; `follow` tells it what is coming."""
+    """Gathers samples of a subset in the order of its epochs; micro-batches say which epoch they are of."""
 
-    def __init__(self, root: Path, table: SampleTable, columns: Mapping[str, npt.DTypeLike], cache_bytes: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        table: SampleTable,
+        columns: Mapping[str, npt.DTypeLike],
+        cache_bytes: int,
+        subset: Subset,
+        order: Callable[[int, int], WindowOrder],
+    ) -> None:
         self._table, self._types = table, {name: np.dtype(kind) for name, kind in columns.items()}
         self._paths = [root / shard for shard in table.shards]
+        self._subset, self._order = subset, order
         # What falls back is rare or small (validation); it gets an eighth.
         self._anywhere = ParquetSource(root, table, columns, cache_bytes // 8)
-        self._cache: ByteCache[tuple[int, int], _Block] = ByteCache(cache_bytes - cache_bytes // 8)
-        self._epoch: _EpochOrder | None = None
+        self._cache: ByteCache[tuple[tuple[int, int], int], _Block] = ByteCache(cache_bytes - cache_bytes // 8)
+        self._epochs: dict[tuple[int, int], _Epoch] = {}
         self._bad: set[int] = set()  # shards that could not be read
         self._lock = threading.Lock()
 
-    def follow(self, sort_keys: SortKeys, blocks: Indices) -> None:
-        """From now on samples come in the order of these keys, which are None for rows that are not part of it, and
-        blocks in this order."""
-        place = {int(block): number for number, block in enumerate(blocks)}
-        self._epoch = _EpochOrder(sort_keys, blocks, place, self._epoch.turn + 1 if self._epoch else 0)
-
-    def gather(self, rows: Indices) -> tuple[Ragged, Indices]:
-        """These samples in an order of our own, and that order."""
-        epoch = self._epoch
-        keys = epoch.sort_keys(rows) if epoch is not None and len(rows) else None
-        if epoch is None or keys is None or self._table.blocks is None:
-            return self._anywhere.gather(rows), rows
+    def gather(self, micro: MicroBatch) -> Ragged:
+        """These samples, in an order of our own."""
+        positions, inside = self._positions(micro.rows)
+        if self._table.blocks is None or not len(positions) or not inside.all():
+            return self._anywhere.gather(micro)
+        epoch = self._epoch(micro)
+        keys = epoch.order.sort_keys(positions)
         lowest, highest = int(keys.min()), int(keys.max())
-        numbers = np.unique(np.searchsorted(self._table.blocks, rows, side="right") - 1).tolist()
+        numbers = np.unique(np.searchsorted(self._table.blocks, micro.rows, side="right") - 1).tolist()
         blocks = self._blocks(numbers, epoch)
         parts = [
             (block, bisect_left(block.keys, lowest), bisect_right(block.keys, highest)) for block in blocks.values()
         ]
-        if sum(end - begin for _, begin, end in parts) != len(rows):  # others take part of this stretch
-            return self._anywhere.gather(rows), rows
+        if sum(end - begin for _, begin, end in parts) != len(micro.rows):  # others take part of this stretch
+            return self._anywhere.gather(micro)
         joined = _join(parts, list(self._types))
         self._drop_delivered(blocks, parts, epoch)
         self._read_ahead(numbers, epoch)
         return joined
 
-    def where(self, rows: Indices) -> str:
-        return self._anywhere.where(rows)
+    def files_of(self, rows: Indices) -> str:
+        return self._anywhere.files_of(rows)
 
-    def _blocks(self, numbers: list[int], epoch: "_EpochOrder") -> dict[int, "_Block"]:
+    def _positions(self, rows: Indices) -> tuple[Indices, npt.NDArray[np.bool_]]:
+        """Where in the subset these rows are, and which of them are in it at all."""
+        subset = self._subset
+        positions = subset.positions(rows)
+        inside = (positions < len(subset)) & (subset.rows(np.minimum(positions, len(subset) - 1)) == rows)
+        return positions, inside
+
+    def _epoch(self, micro: MicroBatch) -> _Epoch:
+        """Of the micro-batch. Two are remembered: the last batches of one are made beside the first ones of the next."""
+        key = micro.seed, micro.epoch
+        with self._lock:
+            if key not in self._epochs:
+                assert self._table.blocks is not None
+                order = self._order(*key)
+                starts = self._subset.rows(order.block_starts)
+                blocks = np.searchsorted(self._table.blocks, starts, side="right") - 1
+                place = {int(block): number for number, block in enumerate(blocks)}
+                self._epochs[key] = _Epoch(key, order, blocks, place)
+                while len(self._epochs) > 2:
+                    del self._epochs[next(iter(self._epochs))]
+                self._cache.drop_where(lambda held: held[0] not in self._epochs)
+            return self._epochs[key]
+
+    def _blocks(self, numbers: list[int], epoch: _Epoch) -> dict[int, _Block]:
         """The blocks, some of them decoded here; what other threads are decoding is left to them and waited for last."""
         found: dict[int, _Block] = {}
         for number in numbers:
@@ -104,14 +133,16 @@ class WindowSource:
                 found[number] = block
         return {number: found.get(number) or self._cache.get(*self._cache_entry(number, epoch)) for number in numbers}
 
-    def _read_ahead(self, numbers: list[int], epoch: "_EpochOrder") -> None:
+    def _read_ahead(self, numbers: list[int], epoch: _Epoch) -> None:
         """Decodes the block that comes next, so that no batch has to wait for it.
 
         A bad one is left to the batch that needs it: that one names its samples, and can do without them.
         """
         newest = max(epoch.place[number] for number in numbers)
         for number in epoch.blocks[newest + 1 : newest + 1 + READ_AHEAD].tolist():
-            if self._shard_of(number) in self._bad or self._cache.has(key := (epoch.turn, number)):
+            if number in epoch.delivered or self._shard_of(number) in self._bad:
+                continue
+            if self._cache.has(key := (epoch.key, number)):
                 continue
             if not self._cache.is_busy(key):
                 with suppress(BadShard):
@@ -122,22 +153,21 @@ class WindowSource:
         assert self._table.blocks is not None
         return int(self._table.columns["shard"][self._table.blocks[block]])
 
-    def _drop_delivered(
-        self, blocks: "dict[int, _Block]", parts: "list[tuple[_Block, int, int]]", epoch: "_EpochOrder"
-    ) -> None:
+    def _drop_delivered(self, blocks: dict[int, _Block], parts: list[tuple[_Block, int, int]], epoch: _Epoch) -> None:
         """Every sample comes once: a block whose samples are all delivered is not needed again."""
         for number, (block, begin, end) in zip(blocks, parts, strict=True):
             with self._lock:
                 block.delivered += end - begin
             if block.delivered == len(block.rows):
-                self._cache.drop((epoch.turn, number))
+                epoch.delivered.add(number)
+                self._cache.drop((epoch.key, number))
 
     def _cache_entry(
-        self, number: int, epoch: "_EpochOrder"
-    ) -> tuple[tuple[int, int], Callable[[], "_Block"], Callable[["_Block"], int]]:
-        return (epoch.turn, number), lambda: self._decode(number, epoch.sort_keys), lambda block: block.num_bytes
+        self, number: int, epoch: _Epoch
+    ) -> tuple[tuple[tuple[int, int], int], Callable[[], _Block], Callable[[_Block], int]]:
+        return (epoch.key, number), lambda: self._decode(number, epoch.order), lambda block: block.num_bytes
 
-    def _decode(self, number: int, sort_keys: SortKeys) -> _Block:
+    def _decode(self, number: int, order: WindowOrder) -> _Block:
         """Reads the row groups of a block, and the little of the next one that its last sample reaches into."""
         blocks = self._table.blocks
         assert blocks is not None
@@ -147,12 +177,13 @@ class WindowSource:
         count = np.asarray(self._table.columns["count"][rows]).astype(np.int64)
         shard = int(self._table.columns["shard"][rows[0]])
         raw, origin = self._read(shard, int(first[0]), int(first[-1] + count[-1]), int(first[-1]))
-        keys = sort_keys(rows)
-        assert keys is not None, "a block lies wholly inside the subset that is followed"
-        order = np.argsort(keys)
-        take, offsets = range_indices(first[order] - origin, count[order])
+        positions, inside = self._positions(rows)
+        rows, first, count = rows[inside], first[inside], count[inside]
+        keys = order.sort_keys(positions[inside])
+        sorting = np.argsort(keys)
+        take, offsets = range_indices(first[sorting] - origin, count[sorting])
         columns = {name: raw[name].take(take, mode="clip") for name in self._types}
-        return _Block(keys[order].tolist(), rows[order], count[order], offsets.tolist(), columns)
+        return _Block(keys[sorting].tolist(), rows[sorting], count[sorting], offsets.tolist(), columns)
 
     def _read(self, shard: int, begin: int, end: int, last_first: int) -> tuple[dict[str, Array], int]:
         """Columns of the row groups in which samples begin, from row `begin` to `last_first`, and of more up to `end`."""
@@ -186,9 +217,9 @@ def _first_rows(file: pq.ParquetFile, group: int, num_rows: int, names: list[str
     return parts
 
 
-def _join(parts: list[tuple[_Block, int, int]], names: list[str]) -> tuple[Ragged, Indices]:
+def _join(parts: list[tuple[_Block, int, int]], names: list[str]) -> Ragged:
     slices = [(block, block.starts[begin], block.starts[end]) for block, begin, end in parts]
     columns = {name: np.concatenate([block.columns[name][low:high] for block, low, high in slices]) for name in names}
     counts = np.concatenate([block.counts[begin:end] for block, begin, end in parts])
     rows = np.concatenate([block.rows[begin:end] for block, begin, end in parts])
-    return Ragged(columns, offsets_of(counts)), rows
+    return Ragged(columns, offsets_of(counts), rows)

@@ -94,6 +94,7 @@ class Workers:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join(JOIN_S)
+        release_freed_memory()  # free places among what is in use add up from one epoch to the next
 
     def submit(self, function: Callable[..., R], *arguments: Any) -> Job[R]:
         job = Job(lambda: function(*arguments))

@@ -1,55 +1,46 @@
 """The one place that puts source, loader, task and device together; everything below gets them handed in."""
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from stoker.data.loader import Loader
-from stoker.data.order import StorageOrder
-from stoker.data.plan import Plan
-from stoker.data.stages import Stage
+from stoker import console, settings
+from stoker.data.loader import loader_of
 from stoker.errors import UserError
-from stoker.launch.checks import check_same_settings
+from stoker.launch.checks import check_same_settings, read_facts
 from stoker.launch.targets import Target
-from stoker.recipe import Recipe, RunConfig, RunData, Trained
+from stoker.recipe import Recipe, RunConfig, Trained
 from stoker.runs.folder import RunFolder
 from stoker.train import checkpoint, parallel
 from stoker.train.checkpoint import Snapshot
 from stoker.train.parallel import Ranks
 from stoker.train.precision import resolve_precision
+from stoker.train.run import Run
+from stoker.train.task import check_task
 
 PRUNED_MEANWHILE = 5  # times that a checkpoint may be gone before it is read, because the run goes on
 
 
-@dataclass(frozen=True)
-class Parts:
-    task: Any
-    training: Loader[Any]
-    validation: Loader[Any]
-    device: torch.device
-    data: RunData
-
-
-def build_parts(recipe: Recipe, config: RunConfig, ranks: Ranks) -> Parts:
+def build_run(recipe: Recipe, config: RunConfig, ranks: Ranks) -> Run:
     device = choose_device(config.run.device, ranks.local)
     data = parallel.first_of_machine_first(ranks, lambda: recipe.open_data(config, device))
     parallel.join(ranks, config.run.device)
     check_same_settings(config)
     _seed(config.run.seed)
-    task = recipe.build_task(config)
+    task = recipe.build_task(config, data.facts)
     # From here on each rank draws its own numbers (dropout); weights were drawn alike.
     _seed(config.run.seed + 1_000_003 * ranks.rank)
-    return Parts(
-        task=task,
-        training=_loader(data, config, device, ranks, training=True),
-        validation=_loader(data, config, device, ranks, training=False),
-        device=device,
-        data=data,
+    check_task(task, recipe.name)
+    training, validation = (
+        loader_of(data, config.loader, device, training=side, rank=ranks.rank, num_ranks=ranks.count)
+        for side in (True, False)
     )
+    kept = settings.kept_values(config)
+    return Run(task, training, validation, data, device, config.train, kept, config.run.seed, ranks)
 
 
 def _seed(seed: int) -> None:
@@ -67,38 +58,14 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _loader(data: RunData, config: RunConfig, device: torch.device, ranks: Ranks, *, training: bool) -> Loader[Any]:
-    loader = config.loader
-    subset = data.training if training else data.validation
-    stages = data.stages if training else data.validation_stages or data.stages
-    plan = Plan(
-        table=data.table,
-        subset=subset,
-        order=data.order(subset) if training else lambda seed, epoch: StorageOrder(),
-        batch_size=loader.batch_size,
-        batch_cost=loader.batch_cost,
-        micro_cost=loader.micro_cost,
-        sample_cost=loader.sample_cost,
-        repeated=training and data.repeated,
-        paired=training and data.paired,
-    )
-    pinned = [Stage("pin", lambda batch: batch.pin())] if device.type == "cuda" else []
-    return Loader(
-        plan,
-        [*stages, *pinned],
-        loader,
-        rank=ranks.rank,
-        num_ranks=ranks.count,
-        where=data.where,
-        bytes_per_cost=data.bytes_per_cost,
-        cache_bytes=data.cache_bytes,
-    )
-
-
 def rebuild(run: RunFolder, target: Target, which: str, weights: str, ranks: Ranks) -> Trained:
-    """The trained model of a run, without opening the data it was trained on where the recipe can do without."""
-    remake, device = target.recipe.rebuild_task, choose_device(target.config.run.device, ranks.local)
-    task = remake(target.config, run.path) if remake else target.recipe.build_task(target.config)
+    """The trained model of a run, without opening the data it was trained on."""
+    device = choose_device(target.config.run.device, ranks.local)
+    facts: Mapping[str, Any] | None = read_facts(run)
+    if facts is None:
+        console.say(f"{run.path} keeps no facts of its data (facts.json): opening them.")
+        facts = target.recipe.open_data(target.config, device).facts
+    task = target.recipe.build_task(target.config, facts)
     return trained(run, target, task, device, which, weights, ranks)
 
 

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from stoker import console, settings
+from stoker.data.source import RunData
 from stoker.errors import UserError
 from stoker.launch.targets import Target
-from stoker.recipe import RunConfig, RunData
+from stoker.recipe import RunConfig
 from stoker.runs.events import read_events
 from stoker.runs.folder import RunFolder
+from stoker.runs.schema import Start
 from stoker.train import checkpoint, parallel
 
 # Keys that change how fast or where a run goes, and never its numbers: they may differ when it is resumed.
@@ -61,9 +63,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def check_same_data(run: RunFolder, data: RunData, overrides: Sequence[str]) -> None:
     """Samples that are not those of the run's beginning would make its position, or its score, mean something else."""
-    began = next(iter(read_events(run.events, "start")), None) or {}
-    said = began.get("data")
-    before, now = said.get("fingerprint") if isinstance(said, dict) else None, data.description.get("fingerprint")
+    began = next(read_events(run.events, Start), None)
+    before, now = began.data.get("fingerprint") if began else None, data.description.get("fingerprint")
     if before is None or before == now:
         return
     if not any(word.startswith("--data.") for word in overrides):
@@ -75,20 +76,30 @@ def check_same_data(run: RunFolder, data: RunData, overrides: Sequence[str]) -> 
     console.say("The data are not those that the run began with; going on, as asked.")
 
 
-def check_kept(run: RunFolder, data: RunData) -> None:
+def read_facts(run: RunFolder) -> dict[str, Any] | None:
+    """What a run keeps of its data; None: nothing, as runs of the first versions."""
+    if not run.facts.is_file():
+        return None
+    try:
+        facts = json.loads(run.facts.read_text())
+    except ValueError as error:
+        raise UserError(f"{run.facts} is damaged: {error}.") from error
+    if not isinstance(facts, dict):
+        raise UserError(f"{run.facts} is damaged: it holds no facts by name.")
+    return facts
+
+
+def check_facts(run: RunFolder, data: RunData) -> None:
     """What a run keeps of its data, such as its classes, must be what the data say now."""
-    for name, content in data.keep.items():
-        path = run.path / name
-        if not path.is_file():
-            continue
-        try:
-            kept = json.loads(path.read_text())
-        except ValueError as error:
-            raise UserError(f"{path} is damaged: {error}.") from error
-        if kept != content:
+    kept = read_facts(run)
+    if kept is None:
+        return
+    for name in sorted(kept.keys() | data.facts.keys()):
+        before, now = kept.get(name), data.facts.get(name)
+        if before != now:
             raise UserError(
-                f"The data do not fit the run: {path} says {_short(kept)}, and the data say {_short(content)}. The model's "
-                f"answers would get the wrong names."
+                f"The data do not fit the run: {name} in {run.facts} is {_short(before)}, and the data say {_short(now)}. "
+                f"The model's answers would mean something else."
             )
 
 

@@ -13,30 +13,32 @@ import torch
 
 from stoker import console, settings
 from stoker.data import pack
-from stoker.data.loader import Loader, LoaderConfig
+from stoker.data.loader import Loader
+from stoker.data.pack import PackRequest
 from stoker.data.quality import shuffle_quality
-from stoker.data.store import is_store, open_store
 from stoker.errors import Stopped, UserError
 from stoker.files import new_folder, write_bytes, write_json
 from stoker.launch import trust
-from stoker.launch.build import Parts, build_parts, find_checkpoint, rebuild, trained
-from stoker.launch.checks import check_kept, check_same_data, check_unchanged
+from stoker.launch.build import build_run, find_checkpoint, rebuild, trained
+from stoker.launch.checks import check_facts, check_same_data, check_unchanged
 from stoker.launch.targets import Target, find_recipe, resolve_target
-from stoker.recipe import PackRequest, Recipe, Trained
+from stoker.recipe import Recipe, Trained
+from stoker.runs import schema as events
 from stoker.runs.events import EventLog, read_events
 from stoker.runs.folder import RunFolder, check_new_run, create_run, locked, open_run, record_environment
 from stoker.train import checkpoint, parallel
-from stoker.train.engine import Engine, Trainer
+from stoker.train.engine import Engine
 from stoker.train.evaluate import evaluate
 from stoker.train.loop import train
 from stoker.train.parallel import Ranks
+from stoker.train.run import Run
 from stoker.train.schedule import chart
 from stoker.train.trackers import open_tracker
 
 
 @dataclass(frozen=True)
 class Outcome:
-    run: RunFolder
+    folder: RunFolder
     recipe: Recipe
     metrics: dict[str, float]
     samples_per_s: float | None = None
@@ -60,38 +62,38 @@ def start(target: Target, *, init_from: Path | None = None, allow_partial: bool 
     with _met() as ranks:
         check_new_run(config.run.folder, config.run.name)  # before anything is packed or simulated for it
         weights = None if init_from is None else checkpoint.read_checkpoint(init_from).tensors["model"]
-        parts = build_parts(target.recipe, config, ranks)
+        run = build_run(target.recipe, config, ranks)
         if weights is not None:
-            checkpoint.load_weights(weights, parts.task.model, str(init_from), allow_partial=allow_partial)
-        run, again = _run_folder(target, ranks)
-        with _locked(run, ranks):
-            found = checkpoint.last_good(run.checkpoints) if again else None
+            checkpoint.load_weights(weights, run.task.model, str(init_from), allow_partial=allow_partial)
+        folder, again = _run_folder(target, ranks)
+        with _locked(folder, ranks):
+            found = checkpoint.last_good(folder.checkpoints) if again else None
             if again:
-                check_unchanged(run, found, target, ())
-                check_same_data(run, parts.data, ())
-            return _run(run, target, parts, ranks, resume_from=found)
+                check_unchanged(folder, found, target, ())
+                check_same_data(folder, run.data, ())
+            return _run(folder, target, run, ranks, resume_from=found)
 
 
 def resume(path: Path, overrides: list[str], *, trusted: bool = False) -> Outcome:
     """Goes on from the last checkpoint as if nothing had happened. A changed key must be named in `overrides`."""
-    run = open_run(path)
-    target = resolve_target(str(run.config), overrides, trusted=trusted)
-    with _met() as ranks, _locked(run, ranks):
-        if any(event.get("state") == "finished" for event in read_events(run.events, "end")):
+    folder = open_run(path)
+    target = resolve_target(str(folder.config), overrides, trusted=trusted)
+    with _met() as ranks, _locked(folder, ranks):
+        if any(event.state == "finished" for event in read_events(folder.events, events.End)):
             raise UserError(
                 f"{path} is finished; there is nothing to resume. `stoker evaluate {path}` shows its result."
             )
-        found = checkpoint.last_good(run.checkpoints)
+        found = checkpoint.last_good(folder.checkpoints)
         if found is None:
             console.say(f"{path} holds no checkpoint yet: starting it from the beginning.")
         else:
-            check_unchanged(run, found, target, overrides)
-        parts = build_parts(target.recipe, target.config, ranks)
-        check_same_data(run, parts.data, overrides)
+            check_unchanged(folder, found, target, overrides)
+        run = build_run(target.recipe, target.config, ranks)
+        check_same_data(folder, run.data, overrides)
         if ranks.is_first:
-            record_environment(run)
-            write_bytes(run.config, settings.as_yaml(target.config).encode())  # with the changes that were named
-        return _run(run, target, parts, ranks, resume_from=found)
+            record_environment(folder)
+            write_bytes(folder.config, settings.as_yaml(target.config).encode())  # with the changes that were named
+        return _run(folder, target, run, ranks, resume_from=found)
 
 
 def target_of(path: Path, overrides: list[str], *, trusted: bool = False) -> Target:
@@ -105,57 +107,57 @@ def fork(path: Path, overrides: list[str], which: str, *, trusted: bool = False)
     target = resolve_target(str(old.config), overrides, trusted=trusted)
     with _met() as ranks:
         check_new_run(target.config.run.folder, target.config.run.name)
-        parts = build_parts(target.recipe, target.config, ranks)
-        found = find_checkpoint(old, which, parts.task.goal)
-        run, _ = _run_folder(target, ranks)
-        with _locked(run, ranks):
-            return _run(run, target, parts, ranks, take_over=found)
+        run = build_run(target.recipe, target.config, ranks)
+        found = find_checkpoint(old, which, run.task.goal)
+        folder, _ = _run_folder(target, ranks)
+        with _locked(folder, ranks):
+            return _run(folder, target, run, ranks, take_over=found)
 
 
 def evaluate_run(path: Path, which: str, weights: str, overrides: list[str], *, trusted: bool = False) -> Outcome:
     """Metrics of a checkpoint, with averaged or raw weights, on the run's validation samples or on other data."""
-    run = open_run(path)
-    target = _for_use(run, overrides, "an evaluation", trusted=trusted)
+    folder = open_run(path)
+    target = _for_use(folder, overrides, "an evaluation", trusted=trusted)
     with _met() as ranks:
-        parts = build_parts(target.recipe, target.config, ranks)
-        check_kept(run, parts.data)
-        check_same_data(run, parts.data, overrides)
-        model = trained(run, target, parts.task, parts.device, which, weights, ranks)
-        model = replace(model, about=_about(run, model, parts))
-        metrics = evaluate(parts.task, parts.validation, parts.device, model.precision)
+        run = build_run(target.recipe, target.config, ranks)
+        check_facts(folder, run.data)
+        check_same_data(folder, run.data, overrides)
+        model = trained(folder, target, run.task, run.device, which, weights, ranks)
+        model = replace(model, about=_about(folder, model, run))
+        metrics = evaluate(run.task, run.validation, run.device, model.precision)
         if target.recipe.report is not None and ranks.count == 1:
-            _report(run, target.recipe, model, parts, metrics)
-        return Outcome(run, target.recipe, metrics, about=dict(model.about))
+            _report(folder, target.recipe, model, run, metrics)
+        return Outcome(folder, target.recipe, metrics, about=dict(model.about))
 
 
-def _about(run: RunFolder, model: Trained, parts: Parts) -> dict[str, str]:
+def _about(folder: RunFolder, model: Trained, run: Run) -> dict[str, str]:
     """What was judged on what, for whoever finds the numbers later."""
     return {
-        "run": str(run.path),
+        "run": str(folder.path),
         "checkpoint": model.checkpoint.name,
         "weights": "averaged" if model.averaged else "raw",
-        "data": str(parts.data.description.get("path")),
-        "fingerprint": str(parts.data.description.get("fingerprint")),
+        "data": str(run.data.description.get("path")),
+        "fingerprint": str(run.data.description.get("fingerprint")),
     }
 
 
-def _report(run: RunFolder, recipe: Recipe, model: Trained, parts: Parts, metrics: Mapping[str, float]) -> None:
+def _report(folder: RunFolder, recipe: Recipe, model: Trained, run: Run, metrics: Mapping[str, float]) -> None:
     """The evaluation in depth, in a folder that appears when it is whole. A run of somebody else may be read only."""
     assert recipe.report is not None
     unknown = [name for name, value in metrics.items() if value != value]
     if unknown:
         console.say(f"No report in depth: {', '.join(unknown)} of this model is not a number.")
         return
-    folder = _unused(run.path / "evaluation" / model.checkpoint.name)
+    out = _unused(folder.path / "evaluation" / model.checkpoint.name)
     try:
-        with new_folder(folder, force=False, marker="report.json") as partial:
-            recipe.report(model, parts.data, parts.validation, partial)
+        with new_folder(out, force=False, marker="report.json") as partial:
+            recipe.report(model, run, partial)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        console.say(f"No tables and plots: {folder} cannot be written ({error.strerror}).")
+        console.say(f"No tables and plots: {out} cannot be written ({error.strerror}).")
         return
-    console.say(f"tables and plots: {folder}")
+    console.say(f"tables and plots: {out}")
 
 
 def predict(
@@ -169,34 +171,34 @@ def predict(
     trusted: bool = False,
 ) -> Any:
     """Answers of a checkpoint for a data set, written to a file."""
-    run = open_run(path)
+    folder = open_run(path)
     if source is not None:
         overrides = [*overrides, "--data.path", str(source)]
-    target = _for_use(run, overrides, "a prediction", trusted=trusted)
+    target = _for_use(folder, overrides, "a prediction", trusted=trusted)
     if target.recipe.predict is None:
         raise UserError(f"The recipe {target.recipe.name} has no predictions to make.")
     with _met() as ranks:
         parallel.join(ranks, target.config.run.device)
         torch.manual_seed(target.config.run.seed)
-        model = rebuild(run, target, which, weights, ranks)
+        model = rebuild(folder, target, which, weights, ranks)
         return target.recipe.predict(model, out)
 
 
 def export(path: Path, out: Path, samples: Path | None, which: str, weights: str, *, trusted: bool = False) -> Any:
     """The model of a checkpoint as one file for other programs, checked against PyTorch."""
-    run = open_run(path)
-    target = _for_use(run, ["--run.device", "cpu"], "an export", trusted=trusted)
+    folder = open_run(path)
+    target = _for_use(folder, ["--run.device", "cpu"], "an export", trusted=trusted)
     if target.recipe.export is None:
         raise UserError(f"The recipe {target.recipe.name} has no export.")
     with _met() as ranks:
-        return target.recipe.export(rebuild(run, target, which, weights, ranks), out, samples)
+        return target.recipe.export(rebuild(folder, target, which, weights, ranks), out, samples)
 
 
-def _for_use(run: RunFolder, overrides: list[str], what: str, *, trusted: bool) -> Target:
+def _for_use(folder: RunFolder, overrides: list[str], what: str, *, trusted: bool) -> Target:
     for word in overrides:
         if word.startswith("--") and not word.startswith(("--data.", "--loader.", "--run.", "--train.precision")):
             raise UserError(f"{word} does not matter to {what}: only data, loader and run keys and train.precision do.")
-    return resolve_target(str(run.config), overrides, trusted=trusted)
+    return resolve_target(str(folder.config), overrides, trusted=trusted)
 
 
 def _unused(folder: Path) -> Path:
@@ -217,33 +219,9 @@ def pack_data(recipe_name: str, request: PackRequest) -> Mapping[str, Any]:
         raise UserError(f"--threads is {request.threads}; at least one is needed.")
     rank, num_ranks = pack.ranks_from_environment()
     request = replace(request, rank=rank, num_ranks=num_ranks)
-    if recipe.pack is not None:
-        return recipe.pack(request)
-    for name in ("short_side", "quality", "max_classes", "max_per_class", "broken"):
-        if getattr(request, name) is not None:
-            raise UserError(
-                f"--{name.replace('_', '-')} is for images; the recipe {recipe.name} packs nothing of the kind."
-            )
-    num_threads = request.threads or LoaderConfig().num_threads
-    if recipe.packing is None:
+    if recipe.pack is None:
         raise UserError(f"The recipe {recipe.name} has nothing to pack.")
-    packing = recipe.packing(request, num_threads)
-    if request.verify and is_store(request.out):
-        store = open_store(request.out)
-    else:
-        packed = pack.pack(request.out, packing, threads=num_threads, rank=rank, num_ranks=num_ranks)
-        if packed is None:
-            return {"path": str(request.out), "state": "other ranks are still at work"}
-        store = packed
-    result: dict[str, Any] = {
-        "path": str(request.out),
-        "samples": len(store.table),
-        "rows": store.num_rows,
-        "bytes": store.num_bytes,
-    }
-    if request.verify:
-        result["values_verified"] = pack.verify(store, packing, num_threads)
-    return result
+    return recipe.pack(request)
 
 
 @contextmanager
@@ -262,12 +240,12 @@ def _met() -> Iterator[Ranks]:
 
 
 @contextmanager
-def _locked(run: RunFolder, ranks: Ranks) -> Iterator[None]:
+def _locked(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
     """Nobody else writes to this run meanwhile."""
     if not ranks.is_first:
         yield
         return
-    with locked(run):
+    with locked(folder):
         yield
 
 
@@ -287,86 +265,75 @@ def _run_folder(target: Target, ranks: Ranks) -> tuple[RunFolder, bool]:
 
 
 def _run(
-    run: RunFolder,
+    folder: RunFolder,
     target: Target,
-    parts: Parts,
+    run: Run,
     ranks: Ranks,
     resume_from: Path | None = None,
     take_over: Path | None = None,
 ) -> Outcome:
     config = target.config
-    values = settings.kept_values(config)
     with (
-        EventLog(run.events if ranks.is_first else Path(os.devnull)) as log,
-        _logged_to(run, ranks),
+        EventLog(folder.events if ranks.is_first else Path(os.devnull)) as log,
+        _logged_to(folder, ranks),
         _end_recorded(log),
     ):
-        listener = open_tracker(config.log, run.path, run.path.name, values) if ranks.is_first else None
+        listener = open_tracker(config.log, folder.path, folder.path.name, run.settings) if ranks.is_first else None
         log.listeners += [listener] if listener else []
-        trainer = Trainer(
-            config=config.train,
-            task=parts.task,
-            training=parts.training,
-            validation=parts.validation,
-            device=parts.device,
-            log=log,
-            folder=run.path,
-            quarantine=parts.data.quarantine,
-            settings=values,
-            ranks=ranks,
-        )
-        check_kept(run, parts.data)
-        for name, content in parts.data.keep.items() if ranks.is_first else ():
-            write_json(run.path / name, content)
-        engine = Engine(trainer, config.run.seed)
+        check_facts(folder, run.data)
+        if ranks.is_first:
+            write_json(folder.facts, dict(run.data.facts))
+        engine = Engine(run, folder.path, log)
+        engine.rehearse()
         if resume_from is not None:
             engine.restore(checkpoint.read_checkpoint(resume_from), resume_from)
         if take_over is not None:
             engine.take_over(checkpoint.read_checkpoint(take_over), str(take_over))
-        _introduce(run, log, engine, parts, resume_from, take_over)
+        _introduce(folder, log, engine, run, resume_from, take_over)
         metrics, stopped_by = train(engine)
         if listener is not None:
             listener.close()
         if stopped_by is not None:
             raise Stopped(
-                f"Stopped by {stopped_by} after step {engine.step} of {engine.total}. `stoker resume {run.path}` goes on."
+                f"Stopped by {stopped_by} after step {engine.step} of {engine.total}. `stoker resume {folder.path}` goes on."
             )
-    rates = [rate for event in read_events(run.events, "step") if isinstance(rate := event.get("samples_per_s"), float)]
-    return Outcome(run, target.recipe, metrics, sum(rates) / len(rates) if rates else None, engine.summary())
+    rates = [event.samples_per_s for event in read_events(folder.events, events.Step)]
+    return Outcome(folder, target.recipe, metrics, sum(rates) / len(rates) if rates else None, engine.summary())
 
 
 def _introduce(
-    run: RunFolder, log: EventLog, engine: Engine, parts: Parts, resume_from: Path | None, take_over: Path | None
+    folder: RunFolder, log: EventLog, engine: Engine, run: Run, resume_from: Path | None, take_over: Path | None
 ) -> None:
     """What a person wants to see before the first step, and the event that says how the run began."""
     config = engine.config
     log.write(
-        "start",
-        resumed_from=resume_from.name if resume_from else None,
-        forked_from=str(take_over) if take_over else None,
-        data=dict(parts.data.description),
-        parameters=sum(parameter.numel() for parameter in parts.task.model.parameters()),
-        steps=engine.total,
-        device=str(parts.device),
-        precision=engine.precision,
-        ranks=engine.trainer.ranks.count,
+        events.Start(
+            resumed_from=resume_from.name if resume_from else None,
+            forked_from=str(take_over) if take_over else None,
+            data=dict(run.data.description),
+            parameters=sum(parameter.numel() for parameter in run.task.model.parameters()),
+            steps=engine.total,
+            device=str(run.device),
+            precision=engine.precision,
+            ranks=run.ranks.count,
+        )
     )
-    console.say(f"run folder: {run.path}")
+    console.say(f"run folder: {folder.path}")
     for notice in (*engine.notices(), engine.lr_rule, chart(config, engine.total)):
         console.say(notice)
-    _report_shuffle(log, parts.training, engine.position.seed)
+    _report_shuffle(log, run.training, engine.position.seed)
 
 
 @contextmanager
-def _logged_to(run: RunFolder, ranks: Ranks) -> Iterator[None]:
+def _logged_to(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
     if not ranks.is_first:
         yield
         return
-    with console.copy_to(run.log):
+    with console.copy_to(folder.log):
         yield
 
 
-def _report_shuffle(log: EventLog, loader: Loader[Any], seed: int) -> None:
+def _report_shuffle(log: EventLog, loader: Loader, seed: int) -> None:
     """Measures how well the order is mixed, on the first part of the first two epochs."""
     plan, size = loader.plan, min(len(loader.plan), 200_000)
     if size < 3:
@@ -374,7 +341,7 @@ def _report_shuffle(log: EventLog, loader: Loader[Any], seed: int) -> None:
     first, second = (plan.subset.rows(plan.order(seed, epoch).take(0, size)) for epoch in (0, 1))
     batch_size = plan.batch_size or max(1, size // max(1, plan.steps_per_epoch()))
     quality = shuffle_quality(first, plan.table.columns["shard"], batch_size, second)
-    log.write("shuffle", **asdict(quality))
+    log.write(events.Shuffle(**asdict(quality)))
     console.say(f"shuffle: {quality.line()}")
 
 
@@ -390,4 +357,4 @@ def _end_recorded(log: EventLog) -> Iterator[None]:
         raise
     finally:
         reason = repr(sys.exc_info()[1]) if state == "failed" else None
-        log.write("end", state=state, reason=reason)
+        log.write(events.End(state=state, reason=reason))

@@ -54,6 +54,10 @@ def resolve_target(target: str, overrides: list[str], *, trusted: bool = False) 
     return Target(recipe, named, origins, recipe.notes.get(preset, ()), module)
 
 
+def names_recipe(word: str) -> bool:
+    return word.partition(":")[0] in BUILT_IN or bool(OWN.fullmatch(word))
+
+
 def _without_preset(words: str) -> str:
     name, _, rest = words.partition(":")
     return name if name in BUILT_IN else f"{name}:{rest.partition(':')[0]}"

@@ -65,13 +65,13 @@ def remember(module: Module | None) -> None:
 def keep_place(run: RunFolder, module: Module | None) -> None:
     """A run knows where its recipe lies, so that it is found from any directory."""
     if module is not None:
-        write_json(run.recipe, {"module": module.name, "root": str(module.root), "sha256": module.sha256})
+        write_json(run.module, {"module": module.name, "root": str(module.root), "sha256": module.sha256})
 
 
 def kept_root(config_file: Path, name: str) -> Path | None:
     """The folder that the run of this configuration found the module in."""
     try:
-        kept = json.loads(RunFolder(config_file.parent).recipe.read_text())
+        kept = json.loads(RunFolder(config_file.parent).module.read_text())
         return Path(kept["root"]) if kept["module"] == name else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,6 +1,7 @@
 """The history of a run: `events.jsonl`, one JSON object a line, appended and never rewritten.
 
-The loop writes, and whoever wants to know reads: the console, `stoker runs`, the report and the doctor all look here.
+The loop writes, and whoever wants to know reads: `stoker runs`, trackers, the report and the doctor all look here. What can
+stand in it is in `schema`.
 """
 
 import json
@@ -8,9 +9,17 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+from pydantic import TypeAdapter
+
+from stoker.runs.schema import KINDS, VERSION, Event, upgraded
+
+E = TypeVar("E", bound=Event)
 
 
 class EventLog:
@@ -23,11 +32,12 @@ class EventLog:
         if path.is_file() and _ends_torn(path):
             os.write(self._file, b"\n")
 
-    def write(self, kind: str, **fields: Any) -> None:
-        event = {"event": kind, "time": round(time.time(), 3)} | {key: in_words(value) for key, value in fields.items()}
-        os.write(self._file, (json.dumps(event, allow_nan=False) + "\n").encode())
+    def write(self, event: Event) -> None:
+        head = {"event": event.kind, "version": VERSION, "time": round(time.time(), 3)}
+        line = head | {key: in_words(value) for key, value in asdict(event).items() if key != "time"}
+        os.write(self._file, (json.dumps(line, allow_nan=False) + "\n").encode())
         for listener in self.listeners:
-            listener(event)
+            listener(line)
 
     def close(self) -> None:
         os.close(self._file)
@@ -49,22 +59,26 @@ def _ends_torn(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def read_events(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
-    """Events in their order, only of these kinds if any are named; what is no event, such as a torn line, is passed over."""
+def read_events(path: Path, *kinds: type[E]) -> Iterator[E]:
+    """Events in their order, of these kinds; what is none of them, such as a line that a kill tore, is passed over."""
     if not path.is_file():
         return
+    wanted = {kind.kind: _adapter(kind.kind) for kind in kinds}
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
+                event = upgraded(json.loads(line))
+                adapter = wanted.get(event["event"])
+                if adapter is not None:
+                    yield adapter.validate_python({key: event[key] for key in event if key not in ("event", "version")})
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 continue
-            if (
-                isinstance(event, dict)
-                and isinstance(event.get("event"), str)
-                and (not kinds or event["event"] in kinds)
-            ):
-                yield event
+
+
+@cache
+def _adapter(kind: str) -> TypeAdapter[Any]:
+    """Fields of a later version are passed over; numbers that JSON does not have are words."""
+    return TypeAdapter(KINDS[kind])
 
 
 def in_words(value: Any) -> Any:

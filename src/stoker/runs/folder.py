@@ -9,11 +9,10 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -21,6 +20,7 @@ from stoker.errors import UserError
 from stoker.files import write_bytes, write_json
 from stoker.runs.environment import describe_environment
 from stoker.runs.events import read_events
+from stoker.runs.schema import End, Evaluation, Event, Start, Step
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,12 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
-    def recipe(self) -> Path:
+    def facts(self) -> Path:
+        """What the run keeps of its data: all that its task is built from, besides the configuration."""
+        return self.path / "facts.json"
+
+    @property
+    def module(self) -> Path:
         """Where the module of a recipe of one's own lies."""
         return self.path / "recipe.json"
 
@@ -153,39 +158,28 @@ def _summary_of(run: RunFolder) -> RunSummary | None:
 
 def summarise(run: RunFolder) -> RunSummary:
     """From its events. A run of another version or with damaged events shows what can be read of it."""
-    events = list(read_events(run.events))
-    steps = [event for event in events if event["event"] == "step"]
-    evaluations = [event for event in events if event["event"] == "evaluation"]
-    metric = _word(evaluations[-1].get("metric")) if evaluations else None
+    events = list(read_events(run.events, Start, Step, Evaluation, End))
+    steps = [event for event in events if isinstance(event, Step)]
+    evaluations = [event for event in events if isinstance(event, Evaluation)]
     # The score is of the weights that the run is judged by, averaged ones where there are any.
-    values = _numbers(event.get("score", event.get(metric or "")) for event in evaluations)
-    better = min if evaluations and evaluations[-1].get("goal") == "min" else max
-    rates = _numbers(event.get("samples_per_s") for event in steps[-10:])
-    numbers = _numbers(event.get("step") for event in steps[-1:])
+    scores = [event.score for event in evaluations if math.isfinite(event.score)]
+    better = min if evaluations and evaluations[-1].goal == "min" else max
+    rates = [event.samples_per_s for event in steps[-10:] if math.isfinite(event.samples_per_s)]
     return RunSummary(
         name=run.path.name,
         state=_state(run, events),
-        step=int(numbers[0]) if numbers else 0,
-        metric=metric,
-        best=better(values, default=None),
+        step=steps[-1].step if steps else 0,
+        metric=evaluations[-1].metric if evaluations else None,
+        best=better(scores, default=None),
         samples_per_s=sum(rates) / len(rates) if rates else None,
         age_s=time.time() - run.config.stat().st_mtime,
     )
 
 
-def _word(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _numbers(values: Iterable[Any]) -> list[float]:
-    """Those that are numbers; one that was not finite is kept as a word."""
-    return [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
-
-
-def _state(run: RunFolder, events: list[dict[str, Any]]) -> str:
-    last = next((event for event in reversed(events) if event["event"] in ("start", "end")), None)
-    if last is not None and last["event"] == "end":
-        return _word(last.get("state")) or "unknown"
+def _state(run: RunFolder, events: Sequence[Event]) -> str:
+    last = next((event for event in reversed(events) if isinstance(event, Start | End)), None)
+    if isinstance(last, End):
+        return last.state
     return "running" if _is_alive(run) else "killed"
 
 

@@ -3,8 +3,8 @@
 import dataclasses
 import time
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,136 +12,154 @@ import numpy as np
 import torch
 
 from stoker import console
-from stoker.data.device import OnDevice
+from stoker.data.bad_samples import LeftOut
 from stoker.data.loader import Loader
-from stoker.data.plan import Position
-from stoker.data.quarantine import Quarantine
+from stoker.data.plan import Position, Step
 from stoker.data.ragged import Indices
 from stoker.data.workers import release_freed_memory
 from stoker.errors import UserError
+from stoker.runs import schema as events
 from stoker.runs.events import EventLog, in_words
 from stoker.train import checkpoint, parallel
 from stoker.train.checkpoint import RandomStates, Saver, Snapshot
 from stoker.train.config import TrainConfig
-from stoker.train.evaluate import evaluate
+from stoker.train.evaluate import evaluate, rehearse
 from stoker.train.guards import AsyncCopy, BadSteps, LossWatch, UncheckedStep
-from stoker.train.meter import Meter, device_line, host_bytes
+from stoker.train.meter import Meter, Reading, device_line, host_bytes
 from stoker.train.optim import build_optimizer
-from stoker.train.parallel import Ranks
 from stoker.train.precision import resolve_precision, use_tf32
+from stoker.train.run import Run
 from stoker.train.schedule import scaled_lr
 from stoker.train.step import Stepper, StepResult
-from stoker.train.task import Task, has_fixed_shapes
+from stoker.train.task import has_fixed_shapes
 
 COMPILE_WARMUP = 20  # steps in which new graphs are expected
 RELEASE_EVERY_S = 5.0  # between handing back memory that malloc keeps
 
 
-@dataclass(frozen=True)
-class Trainer:
-    """What a run is made of."""
-
-    config: TrainConfig
-    task: Task
-    training: Loader[Any]
-    validation: Loader[Any]
-    device: torch.device
-    log: EventLog
-    folder: Path  # of the run
-    quarantine: Quarantine
-    settings: dict[str, Any]  # the resolved configuration, kept in every checkpoint
-    ranks: Ranks
-
-
 class Engine:
-    def __init__(self, trainer: Trainer, seed: int) -> None:
-        lr, self.lr_rule = scaled_lr(trainer.config, trainer.training.plan.batch_size)
-        config, task = dataclasses.replace(trainer.config, lr=lr), trainer.task
+    def __init__(self, run: Run, folder: Path, log: EventLog) -> None:
+        lr, self.lr_rule = scaled_lr(run.config, run.training.plan.batch_size)
+        config, task = dataclasses.replace(run.config, lr=lr), run.task
         if config.warmup_epochs is not None:
-            steps = round(config.warmup_epochs * trainer.training.plan.steps_per_epoch())
+            steps = round(config.warmup_epochs * run.training.plan.steps_per_epoch())
             config = dataclasses.replace(config, warmup_steps=steps)
         use_tf32(config.tf32)
-        self.trainer, self.config, self.task = trainer, config, task
-        self.model = task.model.to(trainer.device).train()
-        self.precision = resolve_precision(config.precision, trainer.device)
+        self.run, self.config, self.task, self.log = run, config, task, log
+        self.model = task.model.to(run.device).train()
+        self.precision = resolve_precision(config.precision, run.device)
         self.optimizer = build_optimizer(self.model, config)
-        self.stepper = Stepper(task, self.optimizer, config, self.precision, trainer.device)
+        self.stepper = Stepper(task, self.optimizer, config, self.precision, run.device)
         if config.compile and self.model._compiled_call_impl is None:
             # Ragged batches have a shape of their own each; others compile once for theirs.
             self.model.compile(dynamic=None if has_fixed_shapes(task) else True)
-        self.step, self.position = 0, Position(seed)
+        self.step, self.position = 0, Position(run.seed)
         self.limit = config.steps
-        self.total = total_steps(config, trainer.training)  # an estimate where steps are cut by cost
+        self.total = total_steps(config, run.training)  # an estimate where steps are cut by cost
         self.score: float | None = None
         self.evaluation_due = False  # of the step that was restored
         self.recompiles = self._digest = 0
         self._released = time.monotonic()
         self._norms: tuple[int, AsyncCopy] | None = None
-        self.meter, self.watch = Meter(), LossWatch(config, task.know_nothing_loss, trainer.log)
-        self.bad_steps = BadSteps(config, trainer.folder / "bad_steps", trainer.log, self._ids, self._write_bundle)
-        self.saver = Saver(trainer.folder / "checkpoints", task.goal, config.keep_best)
+        self.meter, self.watch = Meter(), LossWatch(config, task.know_nothing_loss, log)
+        self.bad_steps = BadSteps(config, folder / "bad_steps", log, self._ids, self._write_bundle)
+        self.saver = Saver(folder / "checkpoints", task.goal, config.keep_best)
+
+    def rehearse(self) -> None:
+        """Whether the recipe has all that training and judging will ask of it."""
+        random_states = checkpoint.random_states().tensors()
+        rehearse(self.task, self.run.training, self.run.validation, self.run.device, self.precision)
+        checkpoint.restore_random_states(random_states)
 
     def is_done(self) -> bool:
         """All steps that were asked for, or all samples of the last epoch."""
         if self.limit is not None and self.step >= self.limit:
             return True
-        consumed_all = self.position.consumed >= len(self.trainer.training.plan)
+        consumed_all = self.position.consumed >= len(self.run.training.plan)
         return self.position.epoch >= self.config.epochs or (
             self.position.epoch == self.config.epochs - 1 and consumed_all
         )
 
-    def compute(self, step: OnDevice[Any], stop_asked: bool) -> StepResult:
+    def compute(self, step: Step, stop_asked: bool) -> StepResult:
         """Gradients of a step. Its flags are sent to the host, who looks at them one step later."""
         random_states = checkpoint.random_states()
-        graphs = _num_graphs() if self.config.compile else 0
-        result = self.stepper.compute(step, stop_asked)
-        if self.config.compile and self.step >= COMPILE_WARMUP:
-            self.recompiles += _num_graphs() - graphs
+        with self._compilation_noted():
+            result = self.stepper.compute(step, stop_asked)
         flags = AsyncCopy(torch.stack([result.alarm, result.stop]))
         # The unchecked of the step before is looked at now: the weights have not changed since, if it was bad.
         self.bad_steps.check()
         self.write_norms()
-        rows = step.loaded.rows
-        self.bad_steps.expect(UncheckedStep(self.step + 1, rows, random_states, flags))
-        self._digest = zlib.crc32(rows.tobytes())
+        self.bad_steps.expect(UncheckedStep(self.step + 1, step.rows, random_states, flags))
+        self._digest = zlib.crc32(step.rows.tobytes())
         return result
 
-    def _place(self) -> dict[str, int]:
-        """Where the run stands, and a digest of the step's samples: two runs that agree in it saw the same ones."""
-        return {"epoch": self.position.epoch, "consumed": self.position.consumed, "samples_crc32": self._digest}
+    @contextmanager
+    def _compilation_noted(self) -> Iterator[None]:
+        """A step that compiles takes its time for that: it is no training."""
+        graphs, begin = _num_graphs() if self.config.compile else 0, time.perf_counter()
+        yield
+        made = _num_graphs() - graphs if self.config.compile else 0
+        if made:
+            spent = time.perf_counter() - begin
+            self.meter.leave_out(spent)
+            self.log.write(events.Compilation(step=self.step + 1, graphs=made, seconds=round(spent, 3)))
+            self.recompiles += made if self.step >= COMPILE_WARMUP else 0
+
+    def update(self, step: Step, result: StepResult, lr: float) -> None:
+        """Changes the weights, and notes where the run stands now."""
+        with_norms = self.config.norms_every is not None and (self.step + 1) % self.config.norms_every == 0
+        norms = self.stepper.update(result, lr, with_norms=with_norms)
+        self.step, self.position = self.step + 1, step.after
+        self.meter.add(step, result)
+        if norms is not None:
+            self._norms = self.step, AsyncCopy(norms)
 
     def log_interval(self, lr: float) -> None:
         """Reads and writes what happened since the last time."""
-        trainer, reading = self.trainer, self.meter.read()
+        run, reading = self.run, self.meter.read()
         first, usual = self.step - len(reading.losses) + 1, max(reading.samples)
         for number, (loss, samples) in enumerate(zip(reading.losses, reading.samples, strict=True), start=first):
             # The remainder at the end of an epoch may be a handful of samples, whose mean says little.
             if 2 * samples >= usual:
                 self.watch.look_at(number, loss)
-        trainer.log.write("step", step=self.step, **self._place(), lr=lr, **reading.event(), host_bytes=host_bytes())
-        trainer.log.write("loader", step=self.step, **trainer.training.times.read())
-        if trainer.ranks.is_first:  # what others found is asked for at the next evaluation
-            self._write_quarantine(trainer.quarantine.drain())
+        self._write_step(reading, lr)
+        self.log.write(events.LoaderTimes(step=self.step, **run.training.times.read()))
+        if run.ranks.is_first:  # what others found is asked for at the next evaluation
+            self._write_left_out(run.data.bad_samples.drain())
         metric = "" if self.score is None else f"  {self.task.metric} {self.score:.4f}"
         console.say(
             f"step {self.step}/{self.total}  loss {reading.loss:.4f}{metric}  lr {lr:.2e}  gradient {reading.norm:.2f}  "
-            f"{reading.samples_per_s:,.0f} samples/s  waiting for data {reading.wait_share:.0%}{device_line(trainer.device)}"
+            f"{reading.samples_per_s:,.0f} samples/s  waiting for data {reading.wait_share:.0%}{device_line(run.device)}"
         )
         self.meter = Meter()
         if time.monotonic() - self._released > RELEASE_EVERY_S:
             release_freed_memory()
             self._released = time.monotonic()
 
-    def _write_quarantine(self, found: list[dict[str, object]]) -> None:
-        for left_out in found:
-            self.trainer.log.write("quarantine", step=self.step, **left_out)
+    def _write_step(self, reading: Reading, lr: float) -> None:
+        self.log.write(
+            events.Step(
+                step=self.step,
+                epoch=self.position.epoch,
+                consumed=self.position.consumed,
+                samples_crc32=self._digest,
+                lr=lr,
+                loss=reading.loss,
+                grad_norm=reading.norm,
+                bad=reading.bad,
+                samples_per_s=round(reading.samples_per_s, 1),
+                wait_share=round(reading.wait_share, 4),
+                host_bytes=host_bytes(),
+                step_ms=reading.step_ms,
+                copy_s=round(reading.copy_s, 5),
+            )
+        )
 
-    def send_norms(self, result: StepResult, before: list[torch.Tensor]) -> None:
-        """Norms of each parameter's gradient, and how far the step moved it relative to its size: on their way to us."""
-        moved = torch._foreach_norm(torch._foreach_sub([p.detach() for p in self.stepper.parameters], before))
-        sizes = torch._foreach_norm(before)
-        ratios = torch.stack(moved) / torch.stack(sizes).clamp_min(1e-12)
-        self._norms = self.step, AsyncCopy(torch.stack([result.norms, ratios]))
+    def _write_left_out(self, found: Sequence[LeftOut]) -> None:
+        for one in found:
+            self.log.write(
+                events.LeftOut(step=self.step, what=one.kind, name=one.name, samples=one.samples, reason=one.reason)
+            )
 
     def write_norms(self) -> None:
         """Norms that were sent a step ago, or none."""
@@ -151,35 +169,45 @@ class Engine:
         gradient, ratio = sent.read().tolist()
         names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         gradients, ratios = dict(zip(names, gradient, strict=True)), dict(zip(names, ratio, strict=True))
-        self.trainer.log.write("norms", step=step, gradient=gradients, update_ratio=ratios)
+        self.log.write(events.Norms(step=step, gradient=gradients, update_ratio=ratios))
 
     def evaluate(self) -> dict[str, float]:
         """Raw weights, and averaged ones beside them; the run is judged by the averaged ones where there are any.
 
         Comes after `save`, which has shared the running statistics of all ranks.
         """
-        trainer, task, begin = self.trainer, self.task, time.perf_counter()
+        run, task, begin = self.run, self.task, time.perf_counter()
         # A run that is resumed from the checkpoint before this evaluation must draw the same numbers after it.
         random_states = checkpoint.random_states().tensors()
-        metrics = evaluate(task, trainer.validation, trainer.device, self.precision)
+        metrics = evaluate(task, run.validation, run.device, self.precision)
         self.score, weights = metrics[task.metric], "raw"
         if self.stepper.average is not None:
             with self.stepper.average.applied():
-                averaged = evaluate(task, trainer.validation, trainer.device, self.precision)
+                averaged = evaluate(task, run.validation, run.device, self.precision)
             metrics |= {f"ema_{name}": value for name, value in averaged.items()}
             self.score, weights = averaged[task.metric], "averaged"
         checkpoint.restore_random_states(random_states)
-        for found in parallel.gather(trainer.quarantine.drain()):
-            self._write_quarantine(found)
+        for rank, found in enumerate(parallel.gather(run.data.bad_samples.drain())):
+            self._write_left_out(found)
+            for left_out in found if rank != run.ranks.rank else ():  # nobody else has said it
+                console.say(str(left_out))
         release_freed_memory()
-        judged = {"metric": task.metric, "goal": task.goal, "score": self.score, "weights": weights}
         spent = time.perf_counter() - begin
         self.meter.leave_out(spent)
-        trainer.log.write(
-            "evaluation", step=self.step, **judged, **metrics, seconds=round(spent, 3), host_bytes=host_bytes()
+        self.log.write(
+            events.Evaluation(
+                step=self.step,
+                metric=task.metric,
+                goal=task.goal,
+                score=self.score,
+                weights=weights,
+                metrics=metrics,
+                seconds=round(spent, 3),
+                host_bytes=host_bytes(),
+            )
         )
         console.say(f"evaluation at step {self.step}: {task.metric} {self.score:.4f}")
-        if trainer.ranks.is_first:
+        if run.ranks.is_first:
             self.saver.record_score(self.step, self.score)
         self.evaluation_due = False
         return metrics
@@ -187,20 +215,20 @@ class Engine:
     def save(self, *, evaluation_due: bool = False) -> None:
         """Hands a copy to the background writer; weights that are not finite are never written."""
         self.bad_steps.check()
-        if self.trainer.device.type == "cuda":
+        if self.run.device.type == "cuda":
             torch.cuda.synchronize()  # steps that are still queued are training, and what follows waits for them anyway
         begin = time.perf_counter()
         self._share_statistics()
         if not all(bool(torch.isfinite(value).all()) for value in self.model.state_dict().values()):
-            self.trainer.log.write("not_saved", step=self.step, reason="weights are not finite")
+            self.log.write(events.NotSaved(step=self.step, reason="weights are not finite"))
             console.say(f"NOT SAVED at step {self.step}: weights are not finite. The checkpoint before stays.")
             return
         snapshot = self.snapshot(checkpoint.random_states(), evaluation_due=evaluation_due)
-        if self.trainer.ranks.is_first:
+        if self.run.ranks.is_first:
             self.saver.save(snapshot)
         spent = time.perf_counter() - begin
         self.meter.leave_out(spent)
-        self.trainer.log.write("checkpoint", step=self.step, seconds=round(spent, 3))
+        self.log.write(events.Checkpoint(step=self.step, seconds=round(spent, 3)))
 
     def snapshot(self, random_states: RandomStates, *, evaluation_due: bool = False) -> Snapshot:
         """All ranks take part, each with its random states."""
@@ -220,7 +248,7 @@ class Engine:
             "latest_score": in_words(self.score),
             "evaluation_due": evaluation_due,
             "optimizer": type(self.optimizer).__name__,
-            "settings": self.trainer.settings,
+            "settings": self.run.settings,
             "meter": self.meter.state(),
             "recent_losses": self.watch.state(),
             "bad_steps": [self.bad_steps.total, self.bad_steps.in_a_row],
@@ -239,8 +267,8 @@ class Engine:
         # Killed between saving and judging; or done, and nobody has seen the result.
         self.evaluation_due = bool(state.get("evaluation_due")) and (score is None or self.is_done())
         try:
-            self.meter.restore(state["meter"], self.trainer.device)
-            checkpoint.restore_random_states(_of_rank(snapshot.tensors["random"], self.trainer.ranks.rank))
+            self.meter.restore(state["meter"], self.run.device)
+            checkpoint.restore_random_states(_of_rank(snapshot.tensors["random"], self.run.ranks.rank))
         except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(f"The checkpoint {path} holds random states that are none: {error}.") from error
         self.watch.restore(state["recent_losses"])
@@ -248,7 +276,7 @@ class Engine:
 
     def _check_place(self, path: Path, settings: Mapping[str, Any]) -> None:
         """A step takes at least one sample, an epoch at least one step, and no epoch has more samples than there are."""
-        size, epochs = len(self.trainer.training.plan), settings.get("train.epochs", self.config.epochs)
+        size, epochs = len(self.run.training.plan), settings.get("train.epochs", self.config.epochs)
         epoch, consumed = self.position.epoch, self.position.consumed
         possible = consumed <= size and epoch <= min(epochs, self.step) and self.step <= epoch * size + consumed
         if not possible:
@@ -275,7 +303,7 @@ class Engine:
 
     def _share_statistics(self) -> None:
         """Running statistics (batch norm) of each rank are of its own samples: the mean over ranks is judged and saved."""
-        count = self.trainer.ranks.count
+        count = self.run.ranks.count
         names = self.stepper.statistics
         if count == 1 or not names:
             return
@@ -286,7 +314,7 @@ class Engine:
 
     def notices(self) -> list[str]:
         """Settings that cannot mean what they say beside the others."""
-        config, plan, found = self.config, self.trainer.training.plan, []
+        config, plan, found = self.config, self.run.training.plan, []
         planned = plan.steps_per_epoch() * config.epochs
         if config.steps is not None and config.steps > planned:
             found.append(
@@ -309,12 +337,12 @@ class Engine:
         rows = [("steps", f"{self.step:,}"), ("bad steps", f"{self.bad_steps.total:,}")]
         if self.config.compile:
             rows.append(("recompiles after warm-up", f"{self.recompiles:,}"))
-        if self.trainer.device.type == "cuda":
-            rows.append(("most GPU memory", f"{torch.cuda.max_memory_allocated(self.trainer.device) / 2**30:.2f} GiB"))
+        if self.run.device.type == "cuda":
+            rows.append(("most GPU memory", f"{torch.cuda.max_memory_allocated(self.run.device) / 2**30:.2f} GiB"))
         return tuple(rows)
 
     def _ids(self, rows: Indices) -> Indices:
-        return np.array(self.trainer.training.plan.table.columns["id"][rows], np.int64)
+        return np.array(self.run.training.plan.table.columns["id"][rows], np.int64)
 
     def _write_bundle(self, path: Path, unchecked: UncheckedStep) -> None:
         """Weights and optimizer before the step, samples, random numbers and configuration: enough to replay it.
@@ -322,7 +350,7 @@ class Engine:
         Every rank learns of a bad step at the same moment and comes here; the first one writes.
         """
         snapshot = self.snapshot(unchecked.random)
-        if not self.trainer.ranks.is_first:
+        if not self.run.ranks.is_first:
             return
         ids = torch.from_numpy(self._ids(unchecked.rows))
         samples = {"rows": torch.from_numpy(unchecked.rows.copy()), "ids": ids}
@@ -331,7 +359,7 @@ class Engine:
         checkpoint.write_checkpoint(path, Snapshot(tensors, {**snapshot.state, "step": unchecked.step}))
 
 
-def total_steps(config: TrainConfig, loader: Loader[Any]) -> int:
+def total_steps(config: TrainConfig, loader: Loader) -> int:
     planned = loader.plan.steps_per_epoch() * config.epochs
     return min(planned, config.steps) if config.steps else planned
 

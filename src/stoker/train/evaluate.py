@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from stoker import console
+from stoker.data.batch import check_batch, num_samples, rows_of, to_device
 from stoker.data.device import feed
 from stoker.data.loader import Loader
 from stoker.data.plan import Position
@@ -17,10 +18,12 @@ from stoker.train import parallel
 from stoker.train.precision import autocast
 from stoker.train.task import Task
 
+REHEARSED = 2  # samples
+
 Values = dict[str, npt.NDArray[np.floating[Any]]]
 
 
-def evaluate(task: Task, loader: Loader[Any], device: torch.device, precision: str) -> dict[str, float]:
+def evaluate(task: Task, loader: Loader, device: torch.device, precision: str) -> dict[str, float]:
     """Metrics over all samples of the loader's plan, the same for any number of ranks: nothing is padded or repeated."""
     joined = collect(task, loader, device, precision, lambda batch: task.scores(task.predict(batch), batch))
     judged = len(joined.pop("row"))
@@ -29,7 +32,7 @@ def evaluate(task: Task, loader: Loader[Any], device: torch.device, precision: s
 
 def collect(
     task: Task,
-    loader: Loader[Any],
+    loader: Loader,
     device: torch.device,
     precision: str,
     measure: Callable[[Any], dict[str, torch.Tensor]],
@@ -37,15 +40,15 @@ def collect(
     """What `measure` says of each sample, (B,) or (B, ...) tensors, over all ranks, ordered by row; and the rows."""
     collected: dict[str, list[torch.Tensor]] = {}
     with console.progress("evaluate", len(loader.plan), "samples") as bar, inference(task.model):
-        for step in feed(loader.batches(Position(seed=0), num_epochs=1), device):
+        for step in feed(loader.steps(Position(seed=0), num_epochs=1), device):
             for batch in step.batches:
-                if not batch.num_samples:
+                if not num_samples(batch):
                     continue
                 with autocast(precision, device):
                     values = measure(batch)
-                for name, column in {**values, "row": batch.rows}.items():
+                for name, column in {**values, "row": rows_of(batch)}.items():
                     collected.setdefault(name, []).append(column)
-            bar.advance(step.loaded.num_samples)
+            bar.advance(step.num_samples)
     mine = {name: torch.cat(parts).double().cpu().numpy() for name, parts in collected.items()}
     everyone = [part for part in parallel.gather(mine) if part]
     if not everyone:
@@ -55,6 +58,29 @@ def collect(
     joined = {name: np.concatenate([part[name] for part in everyone]) for name in everyone[0]}
     order = np.argsort(joined["row"], kind="stable")
     return {name: values[order] for name, values in joined.items()}
+
+
+def rehearse(task: Task, training: Loader, validation: Loader, device: torch.device, precision: str) -> None:
+    """A loss and a score of very few samples, so that what a recipe lacks is said before hours are spent and not after."""
+    for loader, side in ((training, "training"), (validation, "validation")):
+        rows = loader.plan.subset.rows(np.arange(min(REHEARSED, len(loader.plan))))
+        batch = to_device(loader.make(rows), device)
+        check_batch(batch, f"of {side} samples")
+        if not num_samples(batch):
+            continue  # all of them are broken or in quarantine
+        # Not compiled: shapes that never come again would only be in the way.
+        with inference(task.model), torch.compiler.set_stance("force_eager"), autocast(precision, device):
+            prediction = task.predict(batch)
+            losses, scores = task.losses(prediction, batch), task.scores(prediction, batch)
+        for name, values in {"losses": losses, **{f"score {name}": values for name, values in scores.items()}}.items():
+            if not isinstance(values, torch.Tensor) or values.shape[:1] != (num_samples(batch),):
+                shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+                raise UserError(
+                    f"The task gives {name} of {shape} for {num_samples(batch)} samples: one a sample is needed."
+                )
+        metrics = task.summarise({name: values.double().cpu().numpy() for name, values in scores.items()})
+        if task.metric not in metrics:
+            raise UserError(f"The task is judged by {task.metric!r}, and summarises {', '.join(metrics) or 'nothing'}.")
 
 
 @contextmanager

@@ -4,7 +4,6 @@ A compiled ResNet-50 is about a thousand kernels a step. Launching them takes th
 run them, and longer as soon as the cores also decode images; a recorded graph is launched with a single call.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker import console
+from stoker.data.batch import leaves, map_tensors, tensors_in
 from stoker.errors import UserError
 
 SEEN = 3  # steps of one shape before it is recorded: kernels are compiled, chosen and loaded by then
@@ -73,7 +73,7 @@ class GraphedBackward:
 class _Recorded:
     def __init__(self, backward: Backward, batch: Any, num_samples: int, parameters: list[nn.Parameter]) -> None:
         # Copies: a graph reads and writes the same memory every time.
-        self._batch = dataclasses.replace(batch, **{name: value.clone() for name, value in _tensors(batch).items()})
+        self._batch = map_tensors(batch, Tensor.clone)
         self._parameters, self._graph = parameters, torch.cuda.CUDAGraph()
         for parameter in parameters:
             parameter.grad = None
@@ -83,31 +83,24 @@ class _Recorded:
         self._gradients = [parameter.grad for parameter in parameters]
 
     def replay(self, batch: Any) -> Tensor:
-        for name, value in _tensors(batch).items():
-            getattr(self._batch, name).copy_(value)
+        for ours, theirs in zip(tensors_in(self._batch), tensors_in(batch), strict=True):
+            ours.copy_(theirs)
         self._graph.replay()
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         return self._loss
 
 
-def _values(batch: Any) -> dict[str, Any]:
-    return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-
-
-def _tensors(batch: Any) -> dict[str, Tensor]:
-    return {name: value for name, value in _values(batch).items() if isinstance(value, Tensor)}
-
-
 def _shape(batch: Any) -> Any:
     """All that a graph is made for, besides the numbers in tensors."""
-    values = _values(batch) if dataclasses.is_dataclass(batch) else {"": batch}
-    if not all(isinstance(value, (Tensor, *PLAIN)) for value in values.values()) or "" in values:
+    found = list(leaves(batch))
+    strange = [value for _, value in found if not isinstance(value, (Tensor, *PLAIN))]
+    if strange:
         raise UserError(
-            f"A task with fixed_shapes needs batches that are dataclasses of tensors and plain numbers, and "
-            f"{type(batch).__name__} is not one. Leave fixed_shapes out, or train with --train.cuda_graphs false."
+            f"A task with fixed_shapes needs batches of tensors and plain numbers, and {type(batch).__name__} holds a "
+            f"{type(strange[0]).__name__}. Leave fixed_shapes out, or train with --train.cuda_graphs false."
         )
     return tuple(
         (name, value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else (name, value)
-        for name, value in values.items()
+        for name, value in found
     )

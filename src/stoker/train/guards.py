@@ -18,6 +18,7 @@ from stoker import console
 from stoker.data.ragged import Indices
 from stoker.errors import MachineError
 from stoker.runs.events import EventLog
+from stoker.runs.schema import BadStep, Spike, Stuck
 from stoker.train.checkpoint import RandomStates
 from stoker.train.config import TrainConfig
 
@@ -85,7 +86,7 @@ class BadSteps:
         path = self._folder / f"step-{unchecked.step:08d}"
         self._write(path, unchecked)
         ids = self._ids(unchecked.rows).tolist()
-        self._log.write("bad_step", step=unchecked.step, samples=ids, bundle=path.name, in_a_row=self.in_a_row)
+        self._log.write(BadStep(step=unchecked.step, samples=ids, bundle=path.name, in_a_row=self.in_a_row))
         some = ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
         console.say(
             f"BAD STEP {unchecked.step}: loss or gradient not finite; skipped, weights kept. Samples {some}. Bundle: {path}"
@@ -111,7 +112,7 @@ class LossWatch:
         if len(self._recent) >= SPIKE_LEAST:
             mean, spread = float(np.mean(self._recent)), float(np.std(self._recent))
             if spread > 0 and loss > mean + SPIKE_SIGMAS * spread:
-                self._log.write("spike", step=step, loss=loss, mean=mean, sigma=spread)
+                self._log.write(Spike(step=step, loss=loss, mean=mean, sigma=spread))
                 console.say(
                     f"SPIKE at step {step}: loss {loss:.4f}, {(loss - mean) / spread:.1f} sigma above {mean:.4f}."
                 )
@@ -120,7 +121,7 @@ class LossWatch:
             self._said = True
             recent = float(np.mean(self._recent))
             if recent > STUCK_SHARE * self._know_nothing:
-                self._log.write("stuck", step=step, loss=recent, know_nothing=self._know_nothing)
+                self._log.write(Stuck(step=step, loss=recent, know_nothing=self._know_nothing))
                 console.say(
                     f"STUCK: after {step} steps the loss is {recent:.4f}; knowing nothing gives {self._know_nothing:.4f}. "
                     f"Next: `stoker fork RUN --train.lr` with a third and with three times the rate, and look at the "

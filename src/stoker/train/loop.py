@@ -12,24 +12,17 @@ def train(engine: Engine) -> tuple[dict[str, float], str | None]:
 
     Returns the metrics of the last evaluation, and the signal that ended the run early, if one did.
     """
-    config, trainer = engine.config, engine.trainer
+    config, run = engine.config, engine.run
     metrics: dict[str, float] = {}
     with stop_on_signals() as stop, console.progress("train", engine.total - engine.step, "steps") as bar:
         if engine.evaluation_due:
             metrics = engine.evaluate()
-        steps = trainer.training.batches(engine.position, config.epochs)
-        for step in feed(steps, trainer.device):
+        for step in feed(run.training.steps(engine.position, config.epochs), run.device):
             if engine.is_done() or engine.bad_steps.stop_asked:
                 break
             lr = lr_at(config, engine.step, engine.total)
             result = engine.compute(step, stop_asked=stop.by is not None)
-            with_norms = config.norms_every is not None and (engine.step + 1) % config.norms_every == 0
-            before = [parameter.detach().clone() for parameter in engine.stepper.parameters] if with_norms else []
-            engine.stepper.update(result, lr)
-            engine.step, engine.position = engine.step + 1, step.loaded.after
-            engine.meter.add(result, step.loaded.num_samples, step.loaded.wait_s)
-            if with_norms:
-                engine.send_norms(result, before)
+            engine.update(step, result, lr)
             if engine.step % config.log_every == 0 or engine.is_done():
                 engine.log_interval(lr)
             if evaluation_is_due(engine):
@@ -53,4 +46,4 @@ def evaluation_is_due(engine: Engine) -> bool:
         return True
     if every is not None:
         return engine.step % every == 0
-    return engine.position.consumed >= len(engine.trainer.training.plan)
+    return engine.position.consumed >= len(engine.run.training.plan)

@@ -1,6 +1,7 @@
 """Numbers of a log interval: kept on the device until they are read, all at once."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from stoker.data.plan import Step
 from stoker.train.step import StepResult
 
 
@@ -20,15 +22,8 @@ class Reading:
     bad: int
     samples_per_s: float
     wait_share: float
-
-    def event(self) -> dict[str, float]:
-        return {
-            "loss": self.loss,
-            "grad_norm": self.norm,
-            "bad": self.bad,
-            "samples_per_s": round(self.samples_per_s, 1),
-            "wait_share": round(self.wait_share, 4),
-        }
+    step_ms: list[float]  # of each step of this process
+    copy_s: float
 
 
 class Meter:
@@ -36,15 +31,21 @@ class Meter:
         self._results: list[Tensor] = []  # (loss, norm, bad) of each step
         self._samples: list[int] = []
         self._wait_s, self._timed, self._begin = 0.0, 0, time.perf_counter()
+        self._copies: list[Callable[[], float]] = []
+        self._step_ms: list[float] = []
         self._other_s = 0.0
+        self._trained_s = 0.0  # of the interval, up to the latest step
 
-    def add(self, result: StepResult, num_samples: int, wait_s: float) -> None:
+    def add(self, step: Step, result: StepResult) -> None:
         self._results.append(torch.stack([result.loss, result.norm, result.bad]).detach())
-        self._samples.append(num_samples)
-        self._wait_s, self._timed = self._wait_s + wait_s, self._timed + num_samples
+        self._samples.append(step.num_samples)
+        self._copies.append(step.copy_s)
+        self._wait_s, self._timed = self._wait_s + step.wait_s, self._timed + step.num_samples
+        before, self._trained_s = self._trained_s, time.perf_counter() - self._begin - self._other_s
+        self._step_ms.append(round(1e3 * max(0.0, self._trained_s - before), 3))
 
     def leave_out(self, seconds: float) -> None:
-        """Time of the interval that was no training: evaluating, saving."""
+        """Time of the interval that was no training: evaluating, saving, compiling."""
         self._other_s += seconds
 
     def read(self) -> Reading:
@@ -63,6 +64,8 @@ class Meter:
             bad=int(rows[:, 2].sum().item()),
             samples_per_s=self._timed / spent,
             wait_share=min(1.0, self._wait_s / spent),
+            step_ms=self._step_ms,
+            copy_s=sum(seconds() for seconds in self._copies),  # the device is through with all of them
         )
 
     def state(self) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.data.device import OnDevice
+from stoker.data.batch import num_samples
+from stoker.data.plan import Step
 from stoker.errors import UserError
 from stoker.train.config import TrainConfig
 from stoker.train.ema import Average
@@ -50,7 +51,7 @@ class Stepper:
         }
         self.statistics, self._statistics = list(found), list(found.values())
 
-    def compute(self, step: OnDevice[Any], stop_asked: bool = False) -> StepResult:
+    def compute(self, step: Step, stop_asked: bool = False) -> StepResult:
         """Gradients of the whole step, summed over micro-batches and ranks; nothing is updated yet."""
         before = _flat(self._statistics)
         # None rather than zeros: the first micro-batch then writes its gradients instead of adding them.
@@ -61,8 +62,8 @@ class Stepper:
         # A graph writes its gradients and cannot add to those of another micro-batch.
         graphed = self._graphed if len(step.batches) == 1 else None
         for batch in step.batches:
-            if batch.num_samples:
-                loss = loss + (graphed or self._backward)(batch, step.loaded.num_samples)
+            if num_samples(batch):
+                loss = loss + (graphed or self._backward)(batch, step.num_samples)
         for parameter in self.parameters:
             if parameter.grad is None:  # not used by the model, or this rank had no samples
                 parameter.grad = torch.zeros_like(parameter)
@@ -80,8 +81,13 @@ class Stepper:
         self._restore(before, bad)
         return StepResult(loss, norm, norms, bad, alarm, stop)
 
-    def update(self, result: StepResult, lr: float) -> None:
-        """Clips and applies the gradients, unless they are bad."""
+    def update(self, result: StepResult, lr: float, *, with_norms: bool = False) -> Tensor | None:
+        """Clips and applies the gradients, unless they are bad.
+
+        `with_norms`: (2, parameters) the norm of each gradient, and how far the step moved the parameter, relative to
+        its size before.
+        """
+        before = [parameter.detach().clone() for parameter in self.parameters] if with_norms else []
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if self._config.clip_norm is not None:
@@ -91,13 +97,18 @@ class Stepper:
             self.average.update(result.bad)
         if self.scale is not None:
             self.scale.update(result.bad)
+        if not with_norms:
+            return None
+        moved = torch._foreach_norm(torch._foreach_sub([p.detach() for p in self.parameters], before))
+        ratios = torch.stack(moved) / torch.stack(torch._foreach_norm(before)).clamp_min(1e-12)
+        return torch.stack([result.norms, ratios])
 
-    def _backward(self, batch: Any, num_samples: int) -> Tensor:
+    def _backward(self, batch: Any, samples: int) -> Tensor:
         try:
             with autocast(self._precision, self._device):
                 prediction = self.task.predict(batch)
                 # Each sample weighs the same, however the step was cut.
-                loss = self.task.losses(prediction, batch).sum() / num_samples
+                loss = self.task.losses(prediction, batch).sum() / samples
         except Exception as error:
             if self._config.compile and type(error).__module__.startswith("torch._"):
                 reason = str(error).strip().splitlines()

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
+from stoker.errors import UserError
+
 
 class Task(Protocol):
     model: nn.Module
@@ -26,6 +28,20 @@ class Task(Protocol):
 
     def summarise(self, scores: Mapping[str, npt.NDArray[np.floating[Any]]]) -> dict[str, float]:
         """The metrics of a whole validation set."""
+
+
+def check_task(task: Any, recipe: str) -> None:
+    """Says what a task lacks, before anything is trained."""
+    needed = ("model", "metric", "goal", "know_nothing_loss", "predict", "losses", "scores", "summarise")
+    missing = [name for name in needed if not hasattr(task, name)]
+    if missing:
+        raise UserError(f"The task of the recipe {recipe} ({type(task).__name__}) lacks {', '.join(missing)}.")
+    if task.goal not in ("min", "max"):
+        raise UserError(f"The task of the recipe {recipe} has the goal {task.goal!r}: it must be min or max.")
+    if not isinstance(task.model, nn.Module):
+        raise UserError(
+            f"The model of the recipe {recipe} is a {type(task.model).__name__}, and must be a torch module."
+        )
 
 
 def has_fixed_shapes(task: Task) -> bool:

@@ -62,7 +62,9 @@ class Listener:
             return
         try:
             numbers = {
-                f"{event['event']}/{key}": value for key, value in _flat(event).items() if key not in ("step", "time")
+                f"{event['event']}/{key.removeprefix('metrics/')}": value
+                for key, value in _flat(event).items()
+                if key not in ("step", "time", "version")
             }
             if time.monotonic() - self._last_system > 15:
                 numbers |= _system()

@@ -7,13 +7,14 @@ read from Parquet, in order of time, are grouped by DOM; those of the packed sto
 # E events, D DOMs hit (of all events), P pulses
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.data.ragged import Array, Indices, Ragged, offsets_of
+from stoker.data.batch import map_tensors
+from stoker.data.ragged import Array, Ragged, offsets_of
 from stoker.recipes.icecube.geometry import NUM_SENSORS
 
 # Bits of `flags`.
@@ -58,25 +59,9 @@ class HostBatch:
     def num_samples(self) -> int:
         return len(self.rows)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors().values())
-
-    def pin(self) -> Self:
-        return self._with({name: tensor.pin_memory() for name, tensor in self._tensors().items()})
-
     def to(self, device: torch.device) -> EventBatch:
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self._tensors().items()}
-        return self._with(moved)._on_device()
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-    def _with(self, tensors: dict[str, Any]) -> Self:
-        return replace(self, **tensors)
-
-    def _on_device(self) -> EventBatch:
-        return self._grouped() if self.event_offsets is not None else self._sorted()._grouped()
+        moved: HostBatch = map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
+        return moved._grouped() if moved.event_offsets is not None else moved._sorted()._grouped()
 
     def _grouped(self) -> EventBatch:
         assert self.event_offsets is not None
@@ -96,18 +81,23 @@ class HostBatch:
         """Groups pulses by DOM, in their order of time. Waits for the device once: the number of DOMs is not known."""
         counts = self.pulse_offsets.diff()
         event = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-        key, order = torch.sort(event * NUM_SENSORS + self.sensor, stable=True)
-        is_first = torch.diff(key, prepend=key.new_full((1,), -1)) != 0
+        order = torch.sort(event * NUM_SENSORS + self.sensor, stable=True).indices
+        is_first = begins_dom(event[order], self.sensor[order])
         doms = torch.bincount(event[order][is_first], minlength=len(counts))
         event_offsets = torch.cat([doms.new_zeros(1), doms.cumsum(0)])
         grouped = {name: getattr(self, name)[order] for name in ("time", "charge", "sensor")}
         flags = (self.flags[order] & AUXILIARY) | (is_first * FIRST_OF_DOM).to(torch.uint8)
-        return self._with(
-            {**grouped, "flags": flags, "event_offsets": event_offsets, "num_doms": int(event_offsets[-1])}
-        )
+        return replace(self, **grouped, flags=flags, event_offsets=event_offsets, num_doms=int(event_offsets[-1]))
 
 
-def collate(pulses: Ragged, labels: Mapping[str, Array], rows: Indices, doms: Array | None) -> HostBatch:
+def begins_dom(event: Any, sensor: Any) -> Any:
+    """Marks of the pulses at which a DOM begins, where pulses stand by event and DOM; for arrays and for tensors."""
+    marks = event == event
+    marks[1:] = (event[1:] != event[:-1]) | (sensor[1:] != sensor[:-1])
+    return marks
+
+
+def collate(pulses: Ragged, labels: Mapping[str, Array], doms: Array | None) -> HostBatch:
     """From columns (time, charge, sensor, flags) to a batch.
 
     `doms`, the number of DOMs of each event, is given where pulses stand by DOM, as flags tell.
@@ -124,7 +114,7 @@ def collate(pulses: Ragged, labels: Mapping[str, Array], rows: Indices, doms: Ar
         event_offsets=None if event_offsets is None else torch.from_numpy(event_offsets.astype(np.int32)),
         num_doms=0 if event_offsets is None else int(event_offsets[-1]),
         direction=torch.from_numpy(unit_vectors(labels["azimuth"], labels["zenith"])),
-        rows=torch.from_numpy(rows),
+        rows=torch.from_numpy(pulses.rows),
     )
 
 

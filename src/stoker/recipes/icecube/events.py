@@ -1,6 +1,6 @@
 """Pulses in the layout of the Kaggle competition, read directly or packed. `table` says which of them form which event."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,14 +9,20 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from stoker import console
+from stoker.data.bad_samples import BadShard
 from stoker.data.pack import Packing, ShardContent
 from stoker.data.parquet import ParquetSource, as_array, named_if_damaged, open_parquet
-from stoker.data.quarantine import BadShard
-from stoker.data.ragged import Array, Indices, offsets_of, range_indices, sample_of_row
+from stoker.data.ragged import Array, Indices, Ragged, offsets_of, range_indices, sample_of_row
 from stoker.data.samples import SampleTable
-from stoker.data.window import WindowSource
 from stoker.errors import UserError
-from stoker.recipes.icecube.batch import AUXILIARY, CHARGE_FIRST, CHARGE_STEP, CHARGE_UNIT, FIRST_OF_DOM
+from stoker.recipes.icecube.batch import (
+    AUXILIARY,
+    CHARGE_FIRST,
+    CHARGE_STEP,
+    CHARGE_UNIT,
+    FIRST_OF_DOM,
+    begins_dom,
+)
 from stoker.recipes.icecube.geometry import NUM_SENSORS, Geometry, read_geometry
 
 PULSE_COLUMNS: dict[str, npt.DTypeLike] = {
@@ -34,12 +40,8 @@ def open_geometry(root: Path) -> Geometry:
     return read_geometry(root / "sensor_geometry.csv")
 
 
-def open_pulses(root: Path, table: SampleTable, cache_bytes: int = 1 << 30) -> ParquetSource:
-    return ParquetSource(root, table, PULSE_COLUMNS, cache_bytes)
-
-
-def open_window(root: Path, table: SampleTable, cache_bytes: int) -> WindowSource:
-    return WindowSource(root, table, PULSE_COLUMNS, cache_bytes)
+def open_pulses(root: Path, table: SampleTable) -> ParquetSource:
+    return ParquetSource(root, table, PULSE_COLUMNS)
 
 
 def packing(root: Path, table: SampleTable, shuffled: int | None = None, threads: int = 1) -> Packing:
@@ -79,8 +81,8 @@ def group_by_dom(sensor: Array, event: Indices) -> tuple[Indices, npt.NDArray[np
     # Sorting one integer that carries its own index is quicker than a stable argsort.
     bits = max(1, int(len(group) - 1).bit_length())
     keyed = np.sort((group << bits) | np.arange(len(group)))
-    group = keyed >> bits
-    return keyed & ((1 << bits) - 1), np.diff(group, prepend=-1) != 0
+    order = keyed & ((1 << bits) - 1)
+    return order, begins_dom(event[order], sensor[order])
 
 
 def _encode(path: Path, table: SampleTable, rows: Indices, *, on_grid: bool) -> ShardContent:
@@ -97,7 +99,7 @@ def _encode(path: Path, table: SampleTable, rows: Indices, *, on_grid: bool) -> 
     for begin, end in _stretches(count, 1 << 20):
         take, offsets = range_indices(first[begin:end], count[begin:end])
         pulses = {name: column[take] for name, column in raw.items()}
-        check_pulses(path.parents[1], table, rows[begin:end], pulses, offsets)
+        check_pulses(path.parents[1], table, Ragged(pulses, offsets, rows[begin:end]))
         event = sample_of_row(offsets)
         order, is_first = group_by_dom(pulses["sensor_id"], event)
         flags = np.where(pulses["auxiliary"][order], AUXILIARY, 0) | np.where(is_first, FIRST_OF_DOM, 0)
@@ -126,9 +128,9 @@ def _stretches(count: Array, size: int) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def check_pulses(root: Path, table: SampleTable, rows: Indices, pulses: Mapping[str, Array], offsets: Indices) -> None:
+def check_pulses(root: Path, table: SampleTable, pulses: Ragged) -> None:
     """Refuses pulses that no detector makes, by the name of their event and file."""
-    sensor, charge = pulses["sensor_id"], pulses["charge"]
+    sensor, charge = pulses.columns["sensor_id"], pulses.columns["charge"]
     for wrong, what, values in (
         ((sensor < 0) | (sensor >= NUM_SENSORS), f"a sensor id outside 0 .. {NUM_SENSORS - 1}", sensor),
         (
@@ -139,7 +141,7 @@ def check_pulses(root: Path, table: SampleTable, rows: Indices, pulses: Mapping[
     ):
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
-            row = rows[np.searchsorted(offsets, at, side="right") - 1]
+            row = pulses.rows[np.searchsorted(pulses.offsets, at, side="right") - 1]
             event, shard = table.columns["id"][row], int(table.columns["shard"][row])
             words = f"has {what}: {values[at]} ({int(wrong.sum()):,} such pulses)"
             raise BadShard(shard, f"Event {event} in {root / table.shards[shard]} {words}.")

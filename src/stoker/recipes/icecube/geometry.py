@@ -6,8 +6,10 @@ detector is made by rule; a user's own `sensor_geometry.csv` replaces its positi
 
 import csv
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +40,14 @@ class Geometry:
 
     xyz: npt.NDArray[np.float32]  # (5160, 3)
     efficiency: npt.NDArray[np.float32]  # (5160,)
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON, for the run to keep."""
+        return {"sensor_xyz": self.xyz.tolist()}
+
+
+def geometry_of(facts: Mapping[str, Any]) -> Geometry:
+    return Geometry(np.array(facts["sensor_xyz"], np.float32), _efficiency())
 
 
 def standard_geometry() -> Geometry:

@@ -1,22 +1,26 @@
 """IceCube as a recipe: its configuration, presets, data and task."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from tyro.conf import FlagCreatePairsOff
 
-from stoker.data.loader import Loader, LoaderConfig
-from stoker.data.pack import Packing
-from stoker.recipe import PackRequest, Recipe, RunConfig, RunData, Trained
+from stoker.data.loader import LoaderConfig
+from stoker.data.pack import PackRequest, pack_as_asked
+from stoker.recipe import Recipe, RunConfig, Trained
 from stoker.recipes.icecube import events
 from stoker.recipes.icecube.data import IceCubeData, data_root, open_data
 from stoker.recipes.icecube.deep import DeepConfig
 from stoker.recipes.icecube.flat import FlatConfig
+from stoker.recipes.icecube.geometry import geometry_of
 from stoker.recipes.icecube.model import TwoStageConfig
 from stoker.recipes.icecube.table import check_layout, open_events
 from stoker.recipes.icecube.task import DirectionTask
 from stoker.train.config import TrainConfig
+from stoker.train.run import Run
 
 # Bytes that a pulse takes in a training step, at most (benchmarks/results/end_to_end-h200.jsonl): for the seed's model where
 # a limit of 400,000 pulses was reached, for the others the most memory of any step over the pulses of a mean one.
@@ -141,8 +145,8 @@ NOTES: dict[str, tuple[str, ...]] = {
 }
 
 
-def build_task(run: RunConfig) -> DirectionTask:
-    return DirectionTask(run.model, events.open_geometry(data_root(run)))
+def build_task(run: RunConfig, facts: Mapping[str, Any]) -> DirectionTask:
+    return DirectionTask(run.model, geometry_of(facts))
 
 
 def result_table(models: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
@@ -158,18 +162,22 @@ def result_table(models: Mapping[str, Mapping[str, float]]) -> list[tuple[str, .
     return rows
 
 
-def packing(request: PackRequest, threads: int) -> Packing:
+@dataclass(frozen=True)
+class PackOptions:
+    only_present: FlagCreatePairsOff[bool] = False  # use the pulse files that are there, where the table lists more
+
+
+def pack(request: PackRequest) -> Mapping[str, Any]:
     check_layout(request.source)
     events.open_geometry(request.source)
-    table = open_events(request.source, only_present=request.only_present)
-    return events.packing(request.source, table, request.shuffled, threads)
+    table = open_events(request.source, only_present=request.options.only_present)
+    return pack_as_asked(request, events.packing(request.source, table, request.shuffled, request.num_threads))
 
 
-def report(model: Trained, data: RunData, loader: Loader[Any], folder: Path) -> Mapping[str, Any]:
+def report(model: Trained, run: Run, folder: Path) -> Mapping[str, Any]:
     from stoker.recipes.icecube import report as in_depth  # plots: only where they are wanted
 
-    path = data_root(model.config)
-    return in_depth.report(model.task, loader, data.stages, model.device, model.precision, path, model.about, folder)
+    return in_depth.report(model, run, data_root(model.config), folder)
 
 
 def predict(model: Trained, out: Path | None) -> Mapping[str, Any]:
@@ -192,9 +200,10 @@ RECIPE = Recipe(
     },
     open_data=open_data,
     build_task=build_task,
-    packing=packing,
     result_table=result_table,
     report=report,
     predict=predict,
+    pack=pack,
+    pack_options=PackOptions,
     notes=NOTES,
 )

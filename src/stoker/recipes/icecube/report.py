@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import torch
 
 from stoker import console
-from stoker.data.loader import Loader
 from stoker.data.samples import SampleTable
 from stoker.files import write_bytes, write_json
+from stoker.recipe import Trained
 from stoker.recipes.icecube.baselines import line_fit
 from stoker.recipes.icecube.batch import EventBatch
 from stoker.recipes.icecube.data import load_rows
@@ -28,6 +28,7 @@ from stoker.recipes.icecube.task import DirectionTask
 from stoker.recipes.icecube.track_fit import track_fit
 from stoker.train.evaluate import collect, inference
 from stoker.train.precision import autocast
+from stoker.train.run import Run
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 SHARES = (0.1, 0.25, 0.5, 0.68, 0.9, 0.95)
@@ -41,17 +42,10 @@ Numbers = npt.NDArray[np.floating[Any]]
 Truth = Mapping[str, npt.NDArray[Any]]
 
 
-def report(
-    task: DirectionTask,
-    loader: Loader[Any],
-    stages: Any,
-    device: torch.device,
-    precision: str,
-    data_path: Path,
-    about: Mapping[str, str],
-    folder: Path,
-) -> dict[str, Any]:
-    """Evaluates all events of the loader and writes into the folder; returns what report.json holds."""
+def report(model: Trained, run: Run, data_path: Path, folder: Path) -> dict[str, Any]:
+    """Evaluates all validation events and writes into the folder; returns what report.json holds."""
+    task, device, precision = model.task, model.device, model.precision
+    loader, stages = run.validation, run.data.stages
 
     def measure(batch: EventBatch) -> dict[str, torch.Tensor]:
         prediction = task.predict(batch)
@@ -70,7 +64,7 @@ def report(
     values["pulses"] = np.asarray(table.columns["count"][rows]).astype(float)
     truth = read_truth(data_path, table, rows)
     result: dict[str, Any] = {
-        "about": dict(about),
+        "about": dict(model.about),
         "events": len(rows),
         "angular_error_rad": {"model": _spread(values["error"]), "line fit": _spread(values["line_fit"])},
         "guessing_rad": math.pi / 2,

@@ -1,14 +1,14 @@
 """A batch of images: on the host as crops of different sizes, on the device as one normalised array."""
 
 # B images, S their size, L layers of RandAugment
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from stoker.data.batch import map_tensors
 from stoker.recipes.imagenet.augment import Erasing, Mixing, RandAugment, erase, mix, rand_augment
-from stoker.recipes.imagenet.resize import denormalise, normalise, resize
+from stoker.recipes.imagenet.resize import normalise, resize
 
 
 @dataclass(frozen=True)
@@ -46,36 +46,24 @@ class HostImages:
     def num_samples(self) -> int:
         return len(self.rows)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.nbytes for part in self.pixels)
-
-    def pin(self) -> "HostImages":
-        pixels = tuple(part if part.is_cuda else part.pin_memory() for part in self.pixels)
-        return replace(self, pixels=pixels, **{name: value.pin_memory() for name, value in self._tensors().items()})
-
-    def _tensors(self) -> dict[str, Any]:
-        return {field.name: value for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)}
-
     def to(self, device: torch.device) -> ImageBatch:
-        moved = {name: value.to(device, non_blocking=True) for name, value in self._tensors().items()}
-        pixels = [_moved(part, device) for part in self.pixels]
-        joined = pixels[0] if len(pixels) == 1 else torch.cat(pixels)
-        images = resize(joined, moved["offsets"], moved["shapes"], moved["flips"], self.size)
-        labels = moved["labels"]
-        partner, weight = labels, torch.ones(len(labels), device=device)
-        if self.augment is not None:
-            images = normalise(rand_augment(denormalise(images), self.augment))
-        if self.mixing is not None:
-            mixing = Mixing(*(value.to(device, non_blocking=True) for value in vars(self.mixing).values()))
-            images, partner, weight = mix(images, mixing), labels[mixing.partner], mixing.weight
-        if self.erasing is not None:
-            images = erase(images, Erasing(self.erasing.boxes.to(device, non_blocking=True)))
+        # What RandAugment drew stays: on the host nobody has to wait to know which images it is for.
+        here: HostImages = map_tensors(replace(self, augment=None), lambda tensor: _moved(tensor, device))
+        joined = here.pixels[0] if len(here.pixels) == 1 else torch.cat(here.pixels)
+        pixels = resize(joined, here.offsets, here.shapes, here.flips, self.size, normalised=self.augment is None)
+        images = pixels if self.augment is None else normalise(rand_augment(pixels, self.augment))
+        partner, weight = here.labels, torch.ones(len(here.labels), device=device)
+        if here.mixing is not None:
+            images, partner, weight = mix(images, here.mixing), here.labels[here.mixing.partner], here.mixing.weight
+        if here.erasing is not None:
+            images = erase(images, here.erasing)
         images = images.contiguous(memory_format=torch.channels_last)
-        return ImageBatch(images, labels, partner, weight, moved["rows"])
+        return ImageBatch(images, here.labels, partner, weight, here.rows)
 
 
-def _moved(pixels: Tensor, device: torch.device) -> Tensor:
-    if pixels.is_cuda:  # made on a stream of its own: its memory is not used again before ours is through with it
-        pixels.record_stream(torch.cuda.current_stream())
-    return pixels.to(device, non_blocking=True)
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if (
+        tensor.is_cuda
+    ):  # pixels made on a stream of their own: their memory is not used again before ours is through with it
+        tensor.record_stream(torch.cuda.current_stream())
+    return tensor.to(device, non_blocking=True)

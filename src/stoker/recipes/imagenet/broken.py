@@ -1,9 +1,9 @@
 """Images that cannot be decoded: named, counted, left out; too many of them are an error. The same when packing."""
 
-import sys
 import threading
 from typing import Literal
 
+from stoker.data.bad_samples import BadSamples, LeftOut
 from stoker.errors import UserError
 from stoker.recipes.imagenet.sources import Reader
 
@@ -15,8 +15,8 @@ Policy = Literal["few", "skip", "stop"]
 
 
 class BrokenImages:
-    def __init__(self, reader: Reader, policy: Policy) -> None:
-        self._reader, self._policy, self._lock = reader, policy, threading.Lock()
+    def __init__(self, reader: Reader, policy: Policy, log: BadSamples) -> None:
+        self._reader, self._policy, self._log, self._lock = reader, policy, log, threading.Lock()
         self._names: set[str] = set()
         self._seen = 0
 
@@ -31,8 +31,8 @@ class BrokenImages:
                 f"The image {name} cannot be decoded: {reason}. Broken images are left out unless told to stop."
             )
         with self._lock:
-            if name not in self._names:  # on every rank: each sees images that the others do not
-                print(f"BROKEN IMAGE, left out: {name}: {reason}", file=sys.stderr, flush=True)
+            if name not in self._names:
+                self._log.add(LeftOut("image", name, 1, reason))
             self._names.add(name)
             if self._policy == "few" and len(self._names) > max(ALWAYS_ALLOWED, MOST_BROKEN * self._seen):
                 raise UserError(

@@ -1,9 +1,11 @@
 """What can be said about the images of a run: where they lie, how large, which part is seen, how they are augmented."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
+from tyro.conf import FlagCreatePairsOff
 
 from stoker.recipes.imagenet.broken import Policy
 from stoker.settings import AlsoCalled, config
@@ -71,6 +73,18 @@ class ImageNetData:
         if self.path is not None:
             found |= dict.fromkeys(("draw_per_class", "draw_held_out"), "data.path is given, nothing is drawn")
         return found
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """Of `stoker pack imagenet`."""
+
+    short_side: int | None = None  # shrink larger images so that their shorter side has this many pixels
+    quality: int | None = None  # of shrunk images, 1 to 100; default 90
+    keep: FlagCreatePairsOff[bool] = False  # the original bytes, which is the default
+    max_classes: int | None = None  # only so many classes
+    max_per_class: int | None = None  # only so many training images of each class
+    broken: Policy = "few"  # images that cannot be decoded: few (1 %) or all are left out, or the first is an error
 
 
 def size_at(config: ImageNetData, epoch: int, epochs: int) -> int:

@@ -1,15 +1,14 @@
 """The data of a run: images, the order of an epoch, and the stages that make batches of them."""
 
-from collections.abc import Callable
-
 import torch
 
+from stoker.data.bad_samples import BadSamples
 from stoker.data.order import ExactOrder, Order, RepeatedOrder
-from stoker.data.quarantine import Quarantine
-from stoker.data.samples import ListSubset, Subset
+from stoker.data.samples import ListSubset
+from stoker.data.source import RunData
 from stoker.data.stages import Stage
 from stoker.errors import UserError
-from stoker.recipe import RunConfig, RunData
+from stoker.recipe import RunConfig
 from stoker.recipes.imagenet.broken import BrokenImages
 from stoker.recipes.imagenet.decoder import Decoder, room_bytes
 from stoker.recipes.imagenet.model import check_name
@@ -33,7 +32,8 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
     if config.check_labels:
         threads = run.loader.num_threads
         check_labels(chosen.images, chosen.classes, chosen.label, chosen.training, chosen.validation, threads)
-    broken = BrokenImages(chosen.images.reader, config.broken)
+    bad_samples = BadSamples()
+    broken = BrokenImages(chosen.images.reader, config.broken, bad_samples)
     processes = config.processes
     if processes is None:
         processes = run.loader.num_threads if device.type == "cuda" else 0
@@ -43,25 +43,19 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         )
     decoder = Decoder(run, chosen, broken, processes, device)
 
-    def of_subset(subset: Subset) -> Callable[[int, int], Order]:
-        def of_epoch(seed: int, epoch: int) -> Order:
-            order = ExactOrder(len(subset), seed, epoch)
-            return RepeatedOrder(order, config.repeats) if config.repeats > 1 else order
-
-        return of_epoch
-
-    def stages(training: bool) -> list[Stage]:
-        return [Stage("decode", decoder.train if training else decoder.validate)]
+    def order(seed: int, epoch: int) -> Order:
+        exact = ExactOrder(len(chosen.training), seed, epoch)
+        return RepeatedOrder(exact, config.repeats) if config.repeats > 1 else exact
 
     return RunData(
         table=table,
         training=ListSubset(chosen.training),
         validation=ListSubset(chosen.validation),
-        order=of_subset,
-        stages=stages(True),
-        validation_stages=stages(False),
-        where=lambda rows: ", ".join(chosen.images.reader.name(int(row)) for row in rows[:3]),
-        quarantine=Quarantine(table, run.loader.bad_shards),
+        order=order,
+        stages=[Stage("decode", decoder.train)],
+        validation_stages=[Stage("decode", decoder.validate)],
+        files_of=lambda rows: ", ".join(chosen.images.reader.name(int(row)) for row in rows[:3]),
+        bad_samples=bad_samples,
         description={
             "path": str(data_root(run)),
             "classes": len(chosen.classes),
@@ -73,5 +67,5 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         cache_bytes=processes * room_bytes(config),
         repeated=config.repeats > 1,
         paired=bool(config.mixup or config.cutmix),
-        keep={"classes.json": list(chosen.classes.names)},
+        facts={"classes": list(chosen.classes.names)},
     )

@@ -29,7 +29,7 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class Box:
-    """A part of an image, in pixels of the whole."""
+    """A crop of an image, in pixels of the whole."""
 
     top: float
     left: float
@@ -92,17 +92,17 @@ def decode(content: bytes, min_height: int = 0, min_width: int = 0, *, fast: boo
     return _decode_slowly(content)
 
 
-def decode_part(content: bytes, box: Box, height: int, width: int, size: int) -> Pixels:
+def decode_crop(content: bytes, box: Box, height: int, width: int, size: int) -> Pixels:
     """The pixels inside a box of an image of that height and width, enough of them to make size x size from."""
     # At most half the pixels are left out by a smaller scale: two of its pixels make one of ours.
     eighths = min(8, max(1, math.ceil(8 * size / min(box.height, box.width) - 1e-6)))
     tall, wide = _scaled(height, eighths), _scaled(width, eighths)
-    part = inside(box, tall / height, wide / width)
-    pixels = _upper_rows(content, part[0].stop, eighths, height, width)
+    crop = inside(box, tall / height, wide / width)
+    pixels = _upper_rows(content, crop[0].stop, eighths, height, width)
     if pixels is None:
         pixels = decode(content, tall, wide, fast=True)
-        part = inside(box, pixels.shape[0] / height, pixels.shape[1] / width)
-    return pixels[part].copy()  # a view would keep the whole image
+        crop = inside(box, pixels.shape[0] / height, pixels.shape[1] / width)
+    return pixels[crop].copy()  # a view would keep the whole image
 
 
 def inside(box: Box, scale_y: float = 1.0, scale_x: float = 1.0) -> tuple[slice, slice]:

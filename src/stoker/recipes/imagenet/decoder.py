@@ -18,11 +18,11 @@ from stoker.recipes.imagenet.batch import HostImages
 from stoker.recipes.imagenet.broken import BrokenImages
 from stoker.recipes.imagenet.chance import Floats, uniforms
 from stoker.recipes.imagenet.config import ImageNetData, size_at
-from stoker.recipes.imagenet.decode import Box, Broken, Pixels, decode_all, decode_part, inside, size_of
+from stoker.recipes.imagenet.decode import Box, Broken, Pixels, decode_all, decode_crop, inside, size_of
 from stoker.recipes.imagenet.gpu_decode import GpuDecoder
 from stoker.recipes.imagenet.subset import Chosen
 
-PART = 64  # images that a process decodes at a time
+CHUNK = 64  # images that a process decodes at a time
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,13 @@ class Decoder:
         if self._processes is None:
             nowhere = memoryview(b"")
             return self._batch(asked, [self._taken(self._decode(asked, nowhere)[0], nowhere)])
-        # In small parts: every process helps with a large batch, and needs room for a few images only.
-        parts = [
-            _Asked(_part(asked.micro, first), asked.training) for first in range(0, max(1, len(asked.micro.rows)), PART)
+        # In small chunks: every process helps with a large batch, and needs room for a few images only.
+        chunks = [
+            _Asked(_chunk(asked.micro, first), asked.training)
+            for first in range(0, max(1, len(asked.micro.rows)), CHUNK)
         ]
         # Validation has the same pixels every time: a GPU rounds differently, and who decodes what is a matter of timing.
-        return self._batch(asked, self._processes.run(parts, self._taken, helped=asked.training))
+        return self._batch(asked, self._processes.run(chunks, self._taken, helped=asked.training))
 
     def _taken(self, decoded: _Decoded, room: memoryview) -> tuple[_Decoded, torch.Tensor]:
         """A decoder's answer with its pixels, copied out of the memory that it will use again."""
@@ -89,26 +90,26 @@ class Decoder:
         return decoded, copy.copy_(torch.frombuffer(room, dtype=torch.uint8))
 
     def _decode(self, asked: _Asked, room: memoryview) -> tuple[_Decoded, int]:
-        """Reads and decodes every image of a micro-batch; the one part that is done for each image by itself."""
+        """Reads and decodes every image of a micro-batch; all else is done for many at once."""
         micro, reader = asked.micro, self._chosen.images.reader
-        part = self._part_of(asked)
+        crop_of = self._crop_of(asked)
         kept: list[int] = []
-        parts: list[Pixels] = []
+        found: list[Pixels] = []
         broken: list[tuple[int, str]] = []
         for one, row in enumerate(micro.rows.tolist()):
             try:
-                parts.append(part(reader.read(row), one))
+                found.append(crop_of(reader.read(row), one))
                 kept.append(one)
             except (Broken, OSError) as error:
                 broken.append((row, str(error)))
-        total = sum(part.size for part in parts)
+        total = sum(pixels.size for pixels in found)
         fits = 0 < total <= len(room)
         out = np.frombuffer(room, np.uint8)[:total] if fits else np.empty(total, np.uint8)
         first = 0
-        for pixels in parts:
+        for pixels in found:
             out[first : first + pixels.size].reshape(pixels.shape)[:] = pixels
             first += pixels.size
-        shapes = np.array([pixels.shape[:2] for pixels in parts], np.int32).reshape(-1, 2)
+        shapes = np.array([pixels.shape[:2] for pixels in found], np.int32).reshape(-1, 2)
         decoded = _Decoded(np.array(kept, np.int64), shapes, broken, None if fits else out)
         return decoded, total if fits else 0
 
@@ -126,16 +127,16 @@ class Decoder:
                 image[:, *inside(box(image.shape[1], image.shape[2], one))].permute(1, 2, 0)
                 for one, image in enumerate(images)
             ]
-            pixels = torch.cat([part.flatten() for part in seen])
+            pixels = torch.cat([crop.flatten() for crop in seen])
             stream.synchronize()
-        shapes = np.array([part.shape[:2] for part in seen], np.int32)
+        shapes = np.array([crop.shape[:2] for crop in seen], np.int32)
         return _Decoded(np.arange(len(seen)), shapes, [], pixels)
 
     def _numbers(self, micro: MicroBatch) -> Floats:
         count = _NUMBERS + 4 * self._config.rand_augment
         return uniforms(micro.seed, micro.epoch, self._ids[micro.rows], count, micro.copies)
 
-    def _part_of(self, asked: _Asked) -> Callable[[bytes, int], Pixels]:
+    def _crop_of(self, asked: _Asked) -> Callable[[bytes, int], Pixels]:
         """From the bytes of an image, and its place in the micro-batch, to what is seen of it."""
         config, micro = self._config, asked.micro
         if asked.training and config.crop == "shift":
@@ -146,11 +147,11 @@ class Decoder:
         if asked.training:
             size = size_at(config, micro.epoch, self._epochs)
 
-        def part(content: bytes, one: int) -> Pixels:
+        def crop(content: bytes, one: int) -> Pixels:
             height, width = size_of(content)
-            return decode_part(content, box(height, width, one), height, width, size)
+            return decode_crop(content, box(height, width, one), height, width, size)
 
-        return part
+        return crop
 
     def _box(self, asked: _Asked) -> Callable[[int, int, int], Box]:
         """From the height and width of an image, and its place in the micro-batch, to the part that is seen."""
@@ -161,14 +162,14 @@ class Decoder:
         area, shape = (config.smallest_crop, 1.0), (3 / 4, 4 / 3)
         return lambda height, width, one: crops.random_resized_crop(height, width, numbers[one], area, shape)
 
-    def _batch(self, asked: _Asked, parts: "list[tuple[_Decoded, torch.Tensor]]") -> HostImages:
+    def _batch(self, asked: _Asked, chunks: "list[tuple[_Decoded, torch.Tensor]]") -> HostImages:
         """With what is drawn for each sample, in training."""
         config, micro = self._config, asked.micro
         self._broken.saw(len(micro.rows))
-        for row, reason in (one for decoded, _ in parts for one in decoded.broken):
+        for row, reason in (one for decoded, _ in chunks for one in decoded.broken):
             self._broken.add(row, reason)
-        kept = np.concatenate([decoded.kept + number * PART for number, (decoded, _) in enumerate(parts)])
-        shapes = np.concatenate([decoded.shapes for decoded, _ in parts])
+        kept = np.concatenate([decoded.kept + number * CHUNK for number, (decoded, _) in enumerate(chunks)])
+        shapes = np.concatenate([decoded.shapes for decoded, _ in chunks])
         rows = micro.rows[kept]
         offsets = np.zeros(len(rows), np.int64)
         np.cumsum(3 * shapes[:-1].astype(np.int64).prod(1), out=offsets[1:])
@@ -193,7 +194,7 @@ class Decoder:
             if config.erasing:
                 erasing = Erasing.draw(drawn[:, _ERASE : _ERASE + NUMBERS_OF_ERASING], config.erasing)
         return HostImages(
-            pixels=tuple(pixels for _, pixels in parts),
+            pixels=tuple(pixels for _, pixels in chunks),
             offsets=torch.from_numpy(offsets),
             shapes=torch.from_numpy(shapes),
             flips=torch.from_numpy(flips.astype(np.uint8)),
@@ -206,8 +207,8 @@ class Decoder:
         )
 
 
-def _part(micro: MicroBatch, first: int) -> MicroBatch:
-    here = slice(first, first + PART)
+def _chunk(micro: MicroBatch, first: int) -> MicroBatch:
+    here = slice(first, first + CHUNK)
     copies = None if micro.copies is None else micro.copies[here]
     return MicroBatch(micro.rows[here], micro.seed, micro.epoch, copies=copies)
 
@@ -222,9 +223,9 @@ def _partners(micro: MicroBatch, kept: Indices) -> Indices:
 
 
 def room_bytes(config: ImageNetData) -> int:
-    """Bytes for the crops of a part: a crop is decoded to at most about twice the size asked for."""
+    """Bytes for the crops of a chunk: a crop is decoded to at most about twice the size asked for."""
     side = 2 * max(config.size, config.validation_size or 0) + 32
-    return PART * side * side * 3
+    return CHUNK * side * side * 3
 
 
 # Places of the uniform numbers of a sample: crop, flip, mixing, erasing; RandAugment's come last.

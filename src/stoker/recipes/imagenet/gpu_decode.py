@@ -1,4 +1,4 @@
-"""JPEG decoded on the GPU, for parts of a batch for which no core is free. NVIDIA's decoder, by way of torchvision."""
+"""JPEG decoded on the GPU, for chunks of a batch for which no core is free. NVIDIA's decoder, by way of torchvision."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from stoker import console
 from stoker.recipes.imagenet.decode import JPEG
 
 PLAIN = ("YCbCr", "Gray")  # colour spaces; others go to Pillow
-REFUSALS = 3  # parts in a row that are not for a GPU: then nobody asks any more
+REFUSALS = 3  # chunks in a row that are not for a GPU: then nobody asks any more
 
 
 class GpuDecoder:
@@ -35,7 +35,7 @@ class GpuDecoder:
         if self._refused == REFUSALS:
             self.works = False
             console.say(
-                f"The GPU decoded nothing of {REFUSALS} parts in a row: the processes decode all images from now on."
+                f"The GPU decoded nothing of {REFUSALS} chunks in a row: the processes decode all images from now on."
             )
         return images
 

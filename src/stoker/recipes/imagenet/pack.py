@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import simplejpeg
@@ -19,21 +19,22 @@ from PIL import Image
 
 from stoker import console
 from stoker.data import checksums
-from stoker.data.loader import LoaderConfig
+from stoker.data.bad_samples import BadSamples
 from stoker.data.order import ExactOrder
+from stoker.data.pack import PackRequest
 from stoker.data.ragged import Array, Indices
 from stoker.data.samples import SampleTable, new_table
 from stoker.errors import MachineError, UserError
 from stoker.files import file_lock, said_if_full, write_bytes, write_json
-from stoker.recipe import PackRequest
-from stoker.recipes.imagenet.broken import BrokenImages, Policy
+from stoker.recipes.imagenet.broken import BrokenImages
+from stoker.recipes.imagenet.config import PackOptions
 from stoker.recipes.imagenet.decode import JPEG, Broken, decode, size_of
 from stoker.recipes.imagenet.sources import LABELS, MANIFEST, VERSION, open_images, read_manifest
 from stoker.recipes.imagenet.subset import Chosen, choose_images
 
 SHARD_BYTES = 128 << 20  # of the source, in one shard
 QUALITY = 90
-PLAN = "pack.json"  # what is being packed, until it is done
+ASKED = "pack.json"  # what is being packed, until it is done
 
 
 @dataclass(frozen=True)
@@ -44,31 +45,25 @@ class _Shard:
 
 
 def pack(request: PackRequest) -> Mapping[str, Any]:
-    if request.short_side is None and request.quality is not None:
-        raise UserError("--quality is for shrunk images: give --short-side too.")
-    if request.quality is not None and not 1 <= request.quality <= 100:
-        raise UserError(f"--quality is {request.quality}; it runs from 1 to 100.")
-    if request.short_side is not None and request.short_side < 8:
-        raise UserError(f"--short-side is {request.short_side}; it must be at least 8 pixels.")
-    if request.max_classes is not None and request.max_classes < 2:
-        raise UserError(f"--max-classes is {request.max_classes}; telling classes apart needs at least two.")
+    options: PackOptions = request.options
+    _check(options)
     # The subset and the held-out share are those of `stoker train` with its defaults.
-    images = open_images(request.source, keep_damaged=request.broken == "skip")
-    chosen = choose_images(images, request.max_classes, request.max_per_class, 0, 0.1)
+    images = open_images(request.source, keep_damaged=options.broken == "skip")
+    chosen = choose_images(images, options.max_classes, options.max_per_class, 0, 0.1)
     shards = _shards(chosen, request.shuffled)
-    plan = _plan(request, chosen)
+    asked = _asked(request, chosen)
     if (request.out / MANIFEST).is_file():
-        if read_manifest(request.out)["plan"] != plan:
+        if read_manifest(request.out)["plan"] != asked:
             raise UserError(f"{request.out} holds another packed set (source, size, quality, order or subset differ).")
     else:
-        _claim(request.out, plan)
+        _claim(request.out, asked)
         with said_if_full(lambda: f"{request.out} stays, with the shards that are whole, and will be used."):
             _write_shards(request, chosen, shards)
             with file_lock(request.out / "lock", may_vanish=True):
                 if not all(_index_path(request.out, shard).exists() for shard in shards):
                     return {"path": str(request.out), "state": "other ranks are still at work"}
                 if not (request.out / MANIFEST).is_file():
-                    _complete(request.out, chosen, shards, plan, request.threads or LoaderConfig().num_threads)
+                    _complete(request.out, chosen, shards, asked, request.num_threads)
     packed = open_images(request.out)
     result: dict[str, Any] = {
         "path": str(request.out),
@@ -82,9 +77,24 @@ def pack(request: PackRequest) -> Mapping[str, Any]:
     return result
 
 
+def _check(options: PackOptions) -> None:
+    if options.keep and (options.short_side is not None or options.quality is not None):
+        raise UserError(
+            "--keep packs the original bytes; --short-side and --quality shrink them. Use one or the other."
+        )
+    if options.short_side is None and options.quality is not None:
+        raise UserError("--quality is for shrunk images: give --short-side too.")
+    if options.quality is not None and not 1 <= options.quality <= 100:
+        raise UserError(f"--quality is {options.quality}; it runs from 1 to 100.")
+    if options.short_side is not None and options.short_side < 8:
+        raise UserError(f"--short-side is {options.short_side}; it must be at least 8 pixels.")
+    if options.max_classes is not None and options.max_classes < 2:
+        raise UserError(f"--max-classes is {options.max_classes}; telling classes apart needs at least two.")
+
+
 def verify(request: PackRequest, chosen: Chosen, shards: list[_Shard], table: SampleTable) -> int:
     """Every packed image against its source: the same bytes, or what shrinking makes of them, and the same label."""
-    threads = request.threads or LoaderConfig().num_threads
+    threads = request.num_threads
     columns = table.columns
 
     def check(shard: _Shard) -> int:
@@ -92,7 +102,7 @@ def verify(request: PackRequest, chosen: Chosen, shards: list[_Shard], table: Sa
         content = (request.out / shard.name).read_bytes()
         for row, first, count, crc in zip(index["row"], index["first"], index["count"], index["crc"], strict=True):
             packed = content[first : first + count]
-            expected = _encode(chosen.images.reader.read(int(row)), request)
+            expected = _encode(chosen.images.reader.read(int(row)), request.options)
             if packed != expected or zlib.crc32(packed) != crc:
                 raise UserError(
                     f"{request.out / shard.name}: the image at byte {first} is not what "
@@ -126,29 +136,31 @@ def _shards(chosen: Chosen, shuffled: int | None) -> list[_Shard]:
     return found
 
 
-def _plan(request: PackRequest, chosen: Chosen) -> dict[str, Any]:
+def _asked(request: PackRequest, chosen: Chosen) -> dict[str, Any]:
+    """All that the result depends on."""
+    options: PackOptions = request.options
     return {
         "source": chosen.images.table.fingerprint,
-        "short_side": request.short_side,
-        "quality": request.quality,
+        "short_side": options.short_side,
+        "quality": options.quality,
         "shuffled": request.shuffled,
-        "max_classes": request.max_classes,
-        "max_per_class": request.max_per_class,
+        "max_classes": options.max_classes,
+        "max_per_class": options.max_per_class,
     }
 
 
-def _claim(out: Path, plan: dict[str, Any]) -> None:
+def _claim(out: Path, asked: dict[str, Any]) -> None:
     """Makes the folder, or sees that what is in it belongs to the same pack."""
-    path = out / PLAN
+    path = out / ASKED
     if not out.exists() or all(entry.name.startswith(".") for entry in out.iterdir()):
         out.mkdir(parents=True, exist_ok=True)
-        write_json(path, plan)
+        write_json(path, asked)
         return
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
         found = None
-    if found != plan:
+    if found != asked:
         raise UserError(f"{out} is not empty and not the beginning of this pack. Remove it, or name another folder.")
 
 
@@ -156,9 +168,9 @@ def _write_shards(request: PackRequest, chosen: Chosen, shards: list[_Shard]) ->
     mine = [
         shard for shard in shards[request.rank :: request.num_ranks] if not _index_path(request.out, shard).exists()
     ]
-    threads = request.threads or LoaderConfig().num_threads
+    threads = request.num_threads
     total = sum(len(shard.rows) for shard in mine)
-    broken = BrokenImages(chosen.images.reader, cast(Policy, request.broken or "few"))
+    broken = BrokenImages(chosen.images.reader, request.options.broken, BadSamples())
     with ThreadPoolExecutor(threads, "pack") as pool, console.progress("pack", total, "images") as bar:
         for shard in mine:
             _write_shard(request, chosen, shard, broken, pool, bar)
@@ -178,7 +190,7 @@ def _write_shard(
     def encoded(row: int) -> bytes | None:
         broken.saw(1)
         try:
-            return _encode(reader.read(row), request)
+            return _encode(reader.read(row), request.options)
         except Broken as error:
             broken.add(row, str(error))
             return None
@@ -206,25 +218,25 @@ def _write_shard(
     write_bytes(_index_path(request.out, shard), sink.getvalue())
 
 
-def _encode(content: bytes, request: PackRequest) -> bytes:
+def _encode(content: bytes, options: PackOptions) -> bytes:
     """The bytes to store: as they are, or shrunk where the shorter side is longer than asked for."""
     height, width = size_of(content)  # a broken header shows here
-    if request.short_side is None or min(height, width) <= request.short_side:
-        if request.short_side is not None and content[:3] != JPEG:
+    if options.short_side is None or min(height, width) <= options.short_side:
+        if options.short_side is not None and content[:3] != JPEG:
             return bytes(
-                simplejpeg.encode_jpeg(np.ascontiguousarray(decode(content)), quality=request.quality or QUALITY)
+                simplejpeg.encode_jpeg(np.ascontiguousarray(decode(content)), quality=options.quality or QUALITY)
             )
         return content
-    scale = request.short_side / min(height, width)
+    scale = options.short_side / min(height, width)
     tall, wide = round(height * scale), round(width * scale)
     pixels = decode(
         content, 2 * tall, 2 * wide
     )  # the scaled decoder leaves twice of what is needed for the good filter
     shrunk = Image.fromarray(pixels).resize((wide, tall), Image.Resampling.LANCZOS)
-    return bytes(simplejpeg.encode_jpeg(np.asarray(shrunk), quality=request.quality or QUALITY))
+    return bytes(simplejpeg.encode_jpeg(np.asarray(shrunk), quality=options.quality or QUALITY))
 
 
-def _complete(out: Path, chosen: Chosen, shards: list[_Shard], plan: dict[str, Any], threads: int) -> None:
+def _complete(out: Path, chosen: Chosen, shards: list[_Shard], asked: dict[str, Any], threads: int) -> None:
     """The table over all shards, then the manifest: with it the set is whole."""
     indices = [np.load(_index_path(out, shard)) for shard in shards]
     source = chosen.images.table.columns
@@ -243,9 +255,9 @@ def _complete(out: Path, chosen: Chosen, shards: list[_Shard], plan: dict[str, A
         writer.append(columns)
     names = [name for shard in shards for name in (shard.name, _index_path(out, shard).name)]
     names += sorted(f"samples/{path.name}" for path in (out / "samples").iterdir())
-    content = {"version": VERSION, "classes": list(chosen.classes.names), "plan": plan}
+    content = {"version": VERSION, "classes": list(chosen.classes.names), "plan": asked}
     checksums.write_manifest(out / MANIFEST, {**content, "files": checksums.checksums(out, names, threads)})
-    for name in (PLAN, "lock"):
+    for name in (ASKED, "lock"):
         (out / name).unlink(missing_ok=True)
 
 

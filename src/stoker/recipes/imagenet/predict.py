@@ -1,14 +1,17 @@
 """Answers for single images or folders of them, and the model as one file for other programs."""
 
 import csv
+import hashlib
 import io
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -19,13 +22,16 @@ from stoker.recipe import Trained
 from stoker.recipes.imagenet.batch import HostImages
 from stoker.recipes.imagenet.config import ImageNetData
 from stoker.recipes.imagenet.crops import centre_crop
-from stoker.recipes.imagenet.decode import Broken, decode_part, size_of
+from stoker.recipes.imagenet.decode import Broken, decode_crop, size_of
 from stoker.recipes.imagenet.subset import choose
 from stoker.recipes.imagenet.tars import ENDINGS
-from stoker.train.evaluate import inference
+from stoker.train import parallel
 from stoker.train.precision import autocast
+from stoker.train.predict import Parts, predict_in_parts, remove, tables
 
 BATCH = 64
+PART_IMAGES = 4096
+BEST = 5  # classes of an image that are told
 SHOWN = 10  # images whose answers are printed
 CHECKED = 16  # images that an export is compared on
 OPSET = 18
@@ -39,37 +45,70 @@ def predict(model: Trained, out: Path | None) -> Mapping[str, Any]:
     if out is not None and out.exists():
         raise UserError(f"{out} exists, and nothing is overwritten: remove it, or name another --out.")
     paths = find_images(Path(source))
-    names, best = model.task.classes.names, min(5, len(model.task.classes))
-    rows: list[list[str]] = []
-    broken: list[str] = []
-    begin = time.perf_counter()
-    with console.progress("predict", len(paths), "images") as bar, inference(model.task.model):
-        for first in range(0, len(paths), BATCH):
-            part = paths[first : first + BATCH]
-            images, kept = load(map(_read, part), model.config.data, broken)
-            if kept:
-                with autocast(model.precision, model.device):
-                    chances = model.task.model(images.to(model.device)).float().softmax(1)
-                values, labels = (tensor.cpu().tolist() for tensor in chances.topk(best, dim=1))
-                for name, chance, label in zip(kept, values, labels, strict=True):
-                    answers = [
-                        word for pair in zip(label, chance, strict=True) for word in (names[pair[0]], f"{pair[1]:.4f}")
-                    ]
-                    rows.append([name, *answers])
-            bar.advance(len(part))
-    rate = len(paths) / (time.perf_counter() - begin)
-    result: dict[str, Any] = {"images": len(rows), "broken": len(broken), "images_per_s": round(rate, 1)}
+
+    def answer(first: int, stop: int, advance: Callable[[int], None]) -> pa.Table:
+        return _classes_of(model, paths[first:stop], advance)
+
+    with ExitStack() as stack:
+        if out is None and model.ranks.is_first:
+            stack.enter_context(temporary := tempfile.TemporaryDirectory())
+        folder = out.with_name(out.name + ".parts") if out else Path(temporary.name) if model.ranks.is_first else None
+        parts = Parts(parallel.from_first(folder), len(paths), PART_IMAGES, "images")
+        identity = {
+            "images": hashlib.sha256("\n".join(map(str, paths)).encode()).hexdigest(),
+            "precision": model.precision,
+        }
+        told = predict_in_parts(parts, model.task.model, identity, model.ranks, answer)
+        rows = [row for table in tables(parts) for row in table.to_pylist()] if model.ranks.is_first else []
+        parallel.gather(None)
+        if out is not None and model.ranks.is_first:
+            _write_csv(rows, list(_schema(model).names), out)
+            remove(parts)
+    result: dict[str, Any] = {"images": len(rows), "broken": len(paths) - len(rows), **told}
     if out is not None:
-        heading = ["image", *(word for place in range(1, best + 1) for word in (f"class_{place}", f"chance_{place}"))]
-        sink = io.StringIO()
-        writer = csv.writer(sink, lineterminator="\n")
-        writer.writerows([heading, *rows])
-        write_bytes(out, sink.getvalue().encode())
-        result["path"] = str(out)
-    for row in rows[: SHOWN if out is None else 0]:
-        pairs = zip(row[1::2], row[2::2], strict=True)
-        result[row[0]] = ", ".join(f"{name} {float(chance):.1%}" for name, chance in pairs)
-    return result
+        return {**result, "path": str(out)}
+    return {**result, **{row.pop("image"): _in_words(row) for row in rows[:SHOWN]}}
+
+
+def _schema(model: Trained) -> pa.Schema:
+    places = range(1, min(BEST, len(model.task.classes)) + 1)
+    answers = [
+        field for place in places for field in ((f"class_{place}", pa.string()), (f"chance_{place}", pa.float64()))
+    ]
+    return pa.schema([("image", pa.string()), *answers])
+
+
+def _classes_of(model: Trained, paths: list[Path], advance: Callable[[int], None]) -> pa.Table:
+    """A row for each image that can be decoded."""
+    schema, names = _schema(model), model.task.classes.names
+    best = (len(schema) - 1) // 2
+    rows: list[list[Any]] = []
+    for first in range(0, len(paths), BATCH):
+        batch = paths[first : first + BATCH]
+        images, kept = load(map(_read, batch), model.config.data, [])
+        if kept:
+            with autocast(model.precision, model.device):
+                chances = model.task.model(images.to(model.device)).float().softmax(1)
+            values, labels = (tensor.cpu().tolist() for tensor in chances.topk(best, dim=1))
+            for name, chance, label in zip(kept, values, labels, strict=True):
+                pairs = zip(label, chance, strict=True)
+                rows.append([name, *(word for one, value in pairs for word in (names[one], round(value, 4)))])
+        advance(len(batch))
+    return pa.table([list(column) for column in zip(*rows, strict=True)] or [[] for _ in schema], schema=schema)
+
+
+def _write_csv(rows: list[dict[str, Any]], heading: list[str], out: Path) -> None:
+    sink = io.StringIO()
+    writer = csv.writer(sink, lineterminator="\n")
+    writer.writerow(heading)
+    for row in rows:
+        writer.writerow([f"{value:.4f}" if isinstance(value, float) else value for value in row.values()])
+    write_bytes(out, sink.getvalue().encode())
+
+
+def _in_words(answers: Mapping[str, Any]) -> str:
+    values = list(answers.values())
+    return ", ".join(f"{name} {chance:.1%}" for name, chance in zip(values[::2], values[1::2], strict=True))
 
 
 def find_images(source: Path) -> list[Path]:
@@ -99,7 +138,7 @@ def load(files: Iterable[tuple[str, bytes]], config: ImageNetData, broken: list[
     for name, content in files:
         try:
             height, width = size_of(content)
-            parts.append(decode_part(content, centre_crop(height, width, config.validation_crop), height, width, size))
+            parts.append(decode_crop(content, centre_crop(height, width, config.validation_crop), height, width, size))
             kept.append(name)
         except Broken as error:
             broken.append(name)

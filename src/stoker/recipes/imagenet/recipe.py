@@ -1,21 +1,20 @@
 """ImageNet as a recipe: classifiers on folders, tar shards or packed shards of images."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stoker.data.loader import Loader, LoaderConfig
-from stoker.errors import UserError
-from stoker.recipe import PackRequest, Recipe, RunConfig, RunData, Trained
+from stoker.data.loader import LoaderConfig
+from stoker.data.pack import PackRequest
+from stoker.recipe import Recipe, RunConfig, Trained
 from stoker.recipes.imagenet.classes import ClassMap
-from stoker.recipes.imagenet.config import ImageNetData
+from stoker.recipes.imagenet.config import ImageNetData, PackOptions
 from stoker.recipes.imagenet.data import open_data
 from stoker.recipes.imagenet.model import ImageModelConfig
-from stoker.recipes.imagenet.subset import choose
 from stoker.recipes.imagenet.task import ClassificationTask
 from stoker.train.config import TrainConfig
+from stoker.train.run import Run
 
 FED = "Computed from 6,636 images/s at 224 pixels, fed from shards of short side 288 on 16 cores; originals: 5,701."
 EXPECTED = "The accuracy is that of the work cited: nobody has trained Stoker on the full ImageNet yet."
@@ -138,17 +137,8 @@ NOTES: dict[str, tuple[str, ...]] = {
 }
 
 
-def build_task(run: RunConfig) -> ClassificationTask:
-    return ClassificationTask(run.model, choose(run).classes)
-
-
-def rebuild_task(run: RunConfig, folder: Path) -> ClassificationTask:
-    """With the class map that the run keeps."""
-    try:
-        names = json.loads((folder / "classes.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} has no class map (classes.json): {error}.") from error
-    return ClassificationTask(run.model, ClassMap(tuple(names)))
+def build_task(run: RunConfig, facts: Mapping[str, Any]) -> ClassificationTask:
+    return ClassificationTask(run.model, ClassMap(tuple(facts["classes"])))
 
 
 def result_table(models: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
@@ -165,10 +155,10 @@ def pack(request: PackRequest) -> Mapping[str, Any]:
     return pack_images(request)
 
 
-def report(model: Trained, data: RunData, loader: Loader[Any], folder: Path) -> Mapping[str, Any]:
+def report(model: Trained, run: Run, folder: Path) -> Mapping[str, Any]:
     from stoker.recipes.imagenet.report import report as in_depth
 
-    return in_depth(model, data, loader, folder)
+    return in_depth(model, run, folder)
 
 
 def predict(model: Trained, out: Path | None) -> Mapping[str, Any]:
@@ -188,12 +178,11 @@ RECIPE = Recipe(
     presets={"demo": demo, "cifar10": cifar10, "fast": fast, "baseline": baseline, "rsb-a2": rsb_a2},
     open_data=open_data,
     build_task=build_task,
-    packing=None,
     result_table=result_table,
     report=report,
     predict=predict,
-    rebuild_task=rebuild_task,
     export=export,
     pack=pack,
+    pack_options=PackOptions,
     notes=NOTES,
 )

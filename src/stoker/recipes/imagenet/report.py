@@ -6,17 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from stoker.data.loader import Loader
 from stoker.files import write_bytes, write_json
-from stoker.recipe import RunData, Trained
+from stoker.recipe import Trained
 from stoker.train.evaluate import collect
+from stoker.train.run import Run
 
 SHOWN = 20
 
 
-def report(model: Trained, data: RunData, loader: Loader[Any], folder: Path) -> Mapping[str, Any]:
+def report(model: Trained, run: Run, folder: Path) -> Mapping[str, Any]:
     task, names = model.task, model.task.classes.names
-    values = collect(task, loader, model.device, model.precision, lambda batch: task.scores(task.predict(batch), batch))
+    values = collect(
+        task, run.validation, model.device, model.precision, lambda batch: task.scores(task.predict(batch), batch)
+    )
     label, guess = values["label"].astype(int), values["guess"].astype(int)
     confusion = np.zeros((len(names), len(names)), np.int64)
     np.add.at(confusion, (label, guess), 1)

@@ -10,21 +10,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, what published weights expect
+UNCHANGED = (0.0,) * 3, (1 / 255,) * 3  # a mean and a deviation that leave 0 .. 255
 
 
-def resize(pixels: Tensor, offsets: Tensor, shapes: Tensor, flips: Tensor, size: int) -> Tensor:
-    """(B, 3, S, S), channels last, normalised: from bytes (N,), the first one of each image (B,), (height, width) (B, 2)."""
+def resize(
+    pixels: Tensor, offsets: Tensor, shapes: Tensor, flips: Tensor, size: int, *, normalised: bool = True
+) -> Tensor:
+    """(B, 3, S, S), channels last, normalised or 0 .. 255: from bytes (N,), the first one of each image (B,), (height,
+    width) (B, 2)."""
     if pixels.is_cuda:
         from stoker.recipes.imagenet.kernels import resize_kernel  # needs Triton, which is of no use without a GPU
 
-        return resize_kernel(pixels, offsets, shapes, flips, size, MEAN, STD)
-    return _plain(pixels, offsets, shapes, flips, size)
-
-
-def denormalise(images: Tensor) -> Tensor:
-    """Back to 0 .. 255."""
-    mean, std = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (MEAN, STD))
-    return (images.float() * std + mean) * 255
+        mean, std = (MEAN, STD) if normalised else UNCHANGED
+        return resize_kernel(pixels, offsets, shapes, flips, size, mean, std)
+    images = _plain(pixels, offsets, shapes, flips, size)
+    return (normalise(images) if normalised else images).to(memory_format=torch.channels_last)
 
 
 def normalise(images: Tensor) -> Tensor:
@@ -42,4 +42,4 @@ def _plain(pixels: Tensor, offsets: Tensor, shapes: Tensor, flips: Tensor, size:
         if (height, width) != (size, size):
             image = F.interpolate(image, (size, size), mode="bilinear", antialias=True, align_corners=False)
         out[number] = image[0].flip(-1) if flip else image[0]
-    return normalise(out).to(memory_format=torch.channels_last)
+    return out

@@ -1,0 +1,44 @@
+"""The seam between storage and everything above it: what reads samples, and what a recipe hands over when it opens data."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from stoker.data.bad_samples import BadSamples
+from stoker.data.order import Order
+from stoker.data.plan import MicroBatch
+from stoker.data.ragged import Indices, Ragged
+from stoker.data.samples import SampleTable, Subset
+from stoker.data.stages import Stage
+
+EpochOrder = Callable[[int, int], Order]  # (seed, epoch) -> the order of a subset in that epoch
+
+
+class Source(Protocol):
+    """Reads samples: the plan's micro-batches say which, and for which epoch."""
+
+    def gather(self, micro: MicroBatch) -> Ragged:
+        """These samples, in an order of the source's choice, which the answer tells."""
+
+    def files_of(self, rows: Indices) -> str:
+        """The files that hold these samples, for messages."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Samples to train on and samples never trained on, and how they become batches."""
+
+    table: SampleTable
+    training: Subset
+    validation: Subset
+    order: EpochOrder  # of the training samples
+    stages: Sequence[Stage]  # the first gets a MicroBatch, the last gives a batch
+    files_of: Callable[[Indices], str]  # files of some rows, for messages
+    description: Mapping[str, Any]  # goes into the events
+    bytes_per_cost: float  # host memory that a unit of cost needs on its way
+    facts: Mapping[str, Any] = field(default_factory=dict)  # JSON that the run keeps, all that a task is built from
+    bad_samples: BadSamples = field(default_factory=BadSamples)
+    cache_bytes: int = 0  # of the RAM budget that the source keeps for itself
+    validation_stages: Sequence[Stage] | None = None  # where they differ from those of training
+    repeated: bool = False  # the training order names samples several times
+    paired: bool = False  # a training sample has a partner in its micro-batch
