@@ -16,19 +16,21 @@ from typing import Any
 
 from stoker import console
 from stoker.data.cache import cache_folder
+from stoker.data.locations import Location, identity, is_file, read, read_range, stat
 from stoker.errors import UserError
 from stoker.files import write_json
 
 PIECE = 64 << 20  # bytes that have a checksum of their own
+AT_A_TIME = 4 << 20  # bytes in memory
 AT_ONCE = 1 << 30  # bytes that are read through on opening
 OWN = "crc32"  # key of a manifest for its own checksum
 
 Checksums = Mapping[str, Sequence[int]]  # of each piece of each file
 
 
-def checksums(folder: Path, names: Sequence[str], threads: int) -> dict[str, list[int]]:
+def checksums(folder: Location, names: Sequence[str], threads: int) -> dict[str, list[int]]:
     """Of all files, in parallel: the sums of a file's pieces in their order."""
-    pieces = [(name, first) for name in names for first in _starts((folder / name).stat().st_size)]
+    pieces = [(name, first) for name in names for first in _starts(_size(folder / name))]
     found: dict[str, list[int]] = {name: [] for name in names}
     with ThreadPoolExecutor(threads, "checksums") as pool, console.progress("checksums", len(pieces), "pieces") as bar:
         for (name, _), value in zip(pieces, pool.map(lambda one: _crc(folder / one[0], one[1]), pieces), strict=True):
@@ -42,9 +44,9 @@ def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
     write_json(path, {**content, OWN: _own(content)})
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Location) -> dict[str, Any]:
     """What `write_manifest` wrote; raises OSError or ValueError where it is not that any more."""
-    content = json.loads(path.read_text())
+    content = json.loads(read(path))
     if not isinstance(content, dict) or OWN not in content:
         raise ValueError("it has no checksum of its own: it is damaged, or of an older version")
     if content.pop(OWN) != _own(content):
@@ -55,18 +57,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
 class Verification:
     """Compares a set with its checksums; `check` raises as soon as a difference is known."""
 
-    def __init__(self, folder: Path, expected: Checksums) -> None:
+    def __init__(self, folder: Location, expected: Checksums) -> None:
         self._folder, self._expected = folder, expected
         self._problem: str | None = None
         self.done = False  # and found whole
-        missing = [name for name in expected if not (folder / name).is_file()]
+        missing = [name for name in expected if not is_file(folder / name)]
         if missing:
             raise UserError(f"{folder} lacks {', '.join(missing[:3])}: the packed set is not whole. Pack it again.")
         self._mark = cache_folder() / "verified" / _identity(folder, list(expected))
         if self._mark.exists():
             self.done = True
             return
-        size = sum((folder / name).stat().st_size for name in expected)
+        size = sum(_size(folder / name) for name in expected)
         if size <= AT_ONCE:
             self._run()
             self.check()
@@ -81,7 +83,7 @@ class Verification:
         try:
             for name, sums in self._expected.items():
                 path = self._folder / name
-                starts = list(_starts(path.stat().st_size))
+                starts = list(_starts(_size(path)))
                 if len(starts) != len(sums) or any(
                     _crc(path, at) != value for at, value in zip(starts, sums, strict=True)
                 ):
@@ -98,12 +100,17 @@ def _starts(size: int) -> Iterator[int]:
     yield from range(0, max(1, size), PIECE)
 
 
-def _crc(path: Path, first: int) -> int:
-    value, left = 0, PIECE
-    with path.open("rb") as file:
-        file.seek(first)
-        while left and (part := file.read(min(left, 1 << 20))):
-            value, left = zlib.crc32(part, value), left - len(part)
+def _size(path: Location) -> int:
+    found = stat(path)
+    if found is None:
+        raise FileNotFoundError(path)
+    return found.size
+
+
+def _crc(path: Location, first: int) -> int:
+    value = 0
+    for start in range(first, first + PIECE, AT_A_TIME):
+        value = zlib.crc32(read_range(path, start, AT_A_TIME), value)
     return value
 
 
@@ -111,10 +118,11 @@ def _own(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _identity(folder: Path, names: list[str]) -> str:
+def _identity(folder: Location, names: list[str]) -> str:
     """Changes when a file is written again, and with the place."""
-    words = [str(folder.resolve())]
+    words = [identity(folder)]
     for name in sorted(names):
-        status = (folder / name).stat()
-        words.append(f"{name} {status.st_size} {status.st_mtime_ns} {status.st_ino}")
+        found = stat(folder / name)
+        assert found is not None, "looked for a moment ago"
+        words.append(f"{name} {found.size} {found.written} {found.number}")
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:32]

@@ -97,24 +97,18 @@ class Loader:
     def steps(self, position: Position, num_epochs: int | None = None) -> Iterator[Step]:
         """Steps from `position` on, with their batches. Closing the iterator stops the threads."""
         ahead: deque[tuple[Step, list[Job[Any]]]] = deque()
-        planned = self.plan.steps(position, num_epochs)
+        planned = self.plan.steps(position, num_epochs, rank=self._rank, num_ranks=self._num_ranks)
         with Workers(self._config.num_threads, "loader") as workers:
             budget = _Budget(self._room, self._config.look_ahead)
-            coming = self._dealt(next(planned, None))
+            coming = next(planned, None)
             while coming is not None or ahead:
                 while coming is not None and self._has_room(coming, budget, first=not ahead):
                     ahead.append((coming, [workers.submit(self._make, micro) for micro in coming.micro_batches]))
-                    coming = self._dealt(next(planned, None))
+                    coming = next(planned, None)
                 self.times.saw_ready(sum(job.done() for _, jobs in ahead for job in jobs))
                 num_bytes, num_batches = self._num_bytes(ahead[0][0]), len(ahead[0][1])
                 yield self._finish(*ahead.popleft())  # no name keeps it: its memory is free when the consumer drops it
                 budget.give_back(num_bytes, num_batches)
-
-    def _dealt(self, step: Step | None) -> Step | None:
-        """With this rank's share of it."""
-        if step is not None:
-            step.micro_batches = self.plan.deal(step, self._num_ranks)[self._rank]
-        return step
 
     def _num_bytes(self, step: Step) -> int:
         return int(step.cost * self._bytes_per_cost)

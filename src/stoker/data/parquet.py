@@ -7,7 +7,6 @@ random order see `window`, which decodes each row group once.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,11 @@ import pyarrow.parquet as pq
 
 from stoker.data.bad_samples import BadShard
 from stoker.data.cache import ByteCache
+from stoker.data.locations import Location, open_local
 from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices, Ragged, offsets_of, range_indices
 from stoker.data.samples import SampleTable
 from stoker.errors import UserError
-from stoker.files import check_regular
 
 # What pyarrow raises where bytes are not what they should be, such as a name that is no text.
 DAMAGE = (OSError, ValueError, ArithmeticError, pa.ArrowException)
@@ -34,7 +33,7 @@ class ParquetSource:
     """Gathers rows of a table's samples from its Parquet shards."""
 
     def __init__(
-        self, root: Path, table: SampleTable, columns: Mapping[str, npt.DTypeLike], cache_bytes: int = 2 << 30
+        self, root: Location, table: SampleTable, columns: Mapping[str, npt.DTypeLike], cache_bytes: int = 2 << 30
     ) -> None:
         self._paths = [root / shard for shard in table.shards]
         self._table = table
@@ -151,7 +150,7 @@ def group_starts_of(metadata: pq.FileMetaData) -> Indices:
 
 
 @contextmanager
-def named_if_damaged(path: Path) -> Iterator[None]:
+def named_if_damaged(path: Location) -> Iterator[None]:
     """Turns what pyarrow says of damaged content into an error that names the file."""
     try:
         yield
@@ -162,15 +161,14 @@ def named_if_damaged(path: Path) -> Iterator[None]:
 
 
 def open_parquet(
-    path: Path, columns: Sequence[str] = (), metadata: pq.FileMetaData | None = None, *, verified: bool = False
+    path: Location, columns: Sequence[str] = (), metadata: pq.FileMetaData | None = None, *, verified: bool = False
 ) -> pq.ParquetFile:
     """Opens a Parquet file that has these columns, or says what is wrong with it; with its footer if that is known.
 
     `verified`: checksums of pages are compared where the file has them, which takes time.
     """
     try:
-        check_regular(path)
-        file = pq.ParquetFile(path, metadata=metadata, memory_map=True, page_checksum_verification=verified)
+        file = pq.ParquetFile(open_local(path), metadata=metadata, memory_map=True, page_checksum_verification=verified)
         found = file.schema_arrow.names
     except FileNotFoundError:
         raise UserError(f"The file {path} is missing.") from None
@@ -187,7 +185,7 @@ def open_parquet(
     return file
 
 
-def as_array(columns: Sequence[pa.ChunkedArray], kind: npt.DTypeLike, name: str, path: Path) -> Array:
+def as_array(columns: Sequence[pa.ChunkedArray], kind: npt.DTypeLike, name: str, path: Location) -> Array:
     """One array of the type wanted, converted while it is put together. What would not survive that is an error."""
     chunks = [chunk for column in columns for chunk in column.chunks]
     dtype = np.dtype(kind)
@@ -214,7 +212,7 @@ def _as_numpy(chunk: pa.Array) -> Array:
     return np.unpackbits(bits, count=chunk.offset + len(chunk), bitorder="little")[chunk.offset :].view(np.bool_)
 
 
-def _check_fits(values: Array, kind: np.dtype[Any], name: str, path: Path) -> None:
+def _check_fits(values: Array, kind: np.dtype[Any], name: str, path: Location) -> None:
     """A number that a conversion would wrap around or cut off is another number."""
     if values.dtype == kind or not len(values):
         return

@@ -94,14 +94,18 @@ class Plan:
         assert self.batch_cost is not None
         return max(1, round(len(self) * self._mean_cost() / self.batch_cost))
 
-    def steps(self, position: Position, num_epochs: int | None = None) -> Iterator[Step]:
-        """The steps from `position` on, through the end of epoch `num_epochs` - 1, or for ever."""
+    def steps(
+        self, position: Position, num_epochs: int | None = None, *, rank: int = 0, num_ranks: int = 1
+    ) -> Iterator[Step]:
+        """The steps from `position` on, through the end of epoch `num_epochs` - 1, or for ever, with a rank's share."""
         while num_epochs is None or position.epoch < num_epochs:
             order = _InStretches(self.order(position.seed, position.epoch), len(self))
             while position.consumed < len(self):
                 rows = self._next_rows(order, position.consumed)
                 after = Position(position.seed, position.epoch, position.consumed + len(rows))
-                yield Step(rows, position, after)
+                step = Step(rows, position, after)
+                step.micro_batches = self.deal(step, num_ranks)[rank]
+                yield step
                 position = after
             position = Position(position.seed, position.epoch + 1, 0)
 

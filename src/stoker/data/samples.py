@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.format import open_memmap
 
+from stoker.data.locations import Location, is_file, open_local, read
 from stoker.data.order import hashed
 from stoker.data.ragged import Array, Indices, offsets_of
 from stoker.errors import UserError
@@ -106,14 +107,14 @@ def new_table(
         )
 
 
-def open_table(folder: Path) -> SampleTable | None:
+def open_table(folder: Location) -> SampleTable | None:
     """The table in `folder`, or None where there is none."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads(read(folder / MANIFEST))
         if manifest.get("version") != VERSION:
             return None
-        columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in manifest["columns"]}
-        blocks = np.load(folder / "blocks.npy") if (folder / "blocks.npy").exists() else None
+        columns = {name: np.load(open_local(folder / f"{name}.npy"), mmap_mode="r") for name in manifest["columns"]}
+        blocks = np.load(open_local(folder / "blocks.npy")) if is_file(folder / "blocks.npy") else None
         starts = manifest["shard_starts"]
         table = SampleTable(
             shards=tuple(map(str, manifest["shards"])),
@@ -123,7 +124,17 @@ def open_table(folder: Path) -> SampleTable | None:
             unreadable={int(shard): str(reason) for shard, reason in manifest["unreadable"]},
             blocks=blocks,
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError, OverflowError):
+    except (
+        UserError,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        RecursionError,
+        OverflowError,
+    ):
         return None
     return table if _is_consistent(table) else None
 

@@ -6,17 +6,16 @@ of the whole store. `stoker.data.pack` writes it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from stoker.data.checksums import Verification, read_manifest
+from stoker.data.locations import Location, is_file, open_local, stat
 from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices, Ragged, range_indices
 from stoker.data.samples import SampleTable, open_table
 from stoker.errors import UserError
-from stoker.files import check_regular
 
 MANIFEST = "store.json"
 VERSION = 2
@@ -24,7 +23,7 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class PackedStore:
-    path: Path
+    path: Location
     table: SampleTable
     columns: Mapping[str, Array]  # memory-mapped
     manifest: Mapping[str, Any]
@@ -59,14 +58,13 @@ class PackedStore:
         return f"{self.path} (packed from {', '.join(_shard_names(self.table, rows))})"
 
 
-def is_store(path: Path) -> bool:
-    return (path / MANIFEST).is_file()
+def is_store(path: Location) -> bool:
+    return is_file(path / MANIFEST)
 
 
-def open_store(path: Path) -> PackedStore:
+def open_store(path: Location) -> PackedStore:
     """Opens a store; a file that is missing or has another size than it should is an error."""
     try:
-        check_regular(path / MANIFEST)
         manifest = read_manifest(path / MANIFEST)
         version = manifest["version"]
     except (OSError, ValueError, KeyError, RecursionError) as error:
@@ -86,20 +84,21 @@ def open_store(path: Path) -> PackedStore:
     return PackedStore(path, table, columns, manifest, verification)
 
 
-def column_path(path: Path, name: str) -> Path:
+def column_path(path: Location, name: str) -> Location:
     return path / "columns" / f"{name}.bin"
 
 
-def _map_column(path: Path, name: str, kind: str, num_rows: int) -> Array:
+def _map_column(path: Location, name: str, kind: str, num_rows: int) -> Array:
     file, needed = column_path(path, name), np.dtype(kind).itemsize * num_rows
-    size = file.stat().st_size if file.is_file() else None
+    found = stat(file)
+    size = None if found is None else found.size
     if size != needed:
         raise UserError(
             f"{file} {'is missing' if size is None else f'has {size:,} bytes'}, and should have {needed:,}: the store is "
             f"damaged. Pack it again."
         )
     # A plain array over the map: a memmap object would cost time in every operation on it.
-    return np.asarray(np.memmap(file, dtype=kind, mode="r", shape=(num_rows,)))
+    return np.asarray(np.memmap(open_local(file), dtype=kind, mode="r", shape=(num_rows,)))
 
 
 def _shard_names(table: SampleTable, rows: Indices, most: int = 3) -> list[str]:

@@ -10,7 +10,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 
 from stoker.data.bad_samples import BadShard
 from stoker.data.cache import ByteCache
+from stoker.data.locations import Location
 from stoker.data.order import WindowOrder
 from stoker.data.parquet import ParquetSource, as_array, named_if_damaged, open_parquet
 from stoker.data.plan import MicroBatch
@@ -61,7 +61,7 @@ class WindowSource:
 
     def __init__(
         self,
-        root: Path,
+        root: Location,
         table: SampleTable,
         columns: Mapping[str, npt.DTypeLike],
         cache_bytes: int,

@@ -105,10 +105,13 @@ class Engine:
             self.log.write(events.Compilation(step=self.step + 1, graphs=made, seconds=round(spent, 3)))
             self.recompiles += made if self.step >= COMPILE_WARMUP else 0
 
-    def update(self, step: Step, result: StepResult, lr: float) -> None:
-        """Changes the weights, and notes where the run stands now."""
-        with_norms = self.config.norms_every is not None and (self.step + 1) % self.config.norms_every == 0
-        norms = self.stepper.update(result, lr, with_norms=with_norms)
+    @property
+    def norms_due(self) -> bool:
+        """Of the coming update."""
+        return self.config.norms_every is not None and (self.step + 1) % self.config.norms_every == 0
+
+    def advance(self, step: Step, result: StepResult, norms: torch.Tensor | None) -> None:
+        """The weights have changed: notes where the run stands now."""
         self.step, self.position = self.step + 1, step.after
         self.meter.add(step, result)
         if norms is not None:

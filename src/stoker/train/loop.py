@@ -22,7 +22,8 @@ def train(engine: Engine) -> tuple[dict[str, float], str | None]:
                 break
             lr = lr_at(config, engine.step, engine.total)
             result = engine.compute(step, stop_asked=stop.by is not None)
-            engine.update(step, result, lr)
+            norms = engine.stepper.update(result, lr, with_norms=engine.norms_due)
+            engine.advance(step, result, norms)
             if engine.step % config.log_every == 0 or engine.is_done():
                 engine.log_interval(lr)
             if evaluation_is_due(engine):

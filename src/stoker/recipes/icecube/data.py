@@ -14,6 +14,7 @@ from stoker.data import samples, store
 from stoker.data.bad_samples import BadSamples, Quarantine
 from stoker.data.cache import cache_folder, cache_lock, free_bytes
 from stoker.data.loader import LoaderConfig
+from stoker.data.locations import DataPath, Location, is_file
 from stoker.data.pack import pack
 from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Indices
@@ -36,7 +37,7 @@ BYTES_PER_PULSE = 40.0
 
 @config
 class IceCubeData:
-    path: Annotated[Path, AlsoCalled("dir", "data_dir", "root")] | None = (
+    path: Annotated[DataPath, AlsoCalled("dir", "data_dir", "root")] | None = (
         None  # Kaggle layout or packed; None: simulate
     )
     mode: Literal["auto", "direct", "packed", "resident"] = "auto"  # auto packs once, if the disk has room
@@ -103,7 +104,7 @@ def open_all(run: RunConfig) -> RunData:
     if is_store(root):
         source = PackedEvents(open_store(root))
     else:
-        part: Part = "test" if (root / "test_meta.parquet").exists() else "train"
+        part: Part = "test" if is_file(root / "test_meta.parquet") else "train"
         source = DirectEvents(root, open_events(root, part=part, only_present=run.data.only_present), run.loader)
     everything, bad_samples = whole(source.table), BadSamples()
     return RunData(
@@ -130,16 +131,16 @@ def load_rows(stages: Sequence[Stage], rows: Indices, device: torch.device) -> E
     return batch
 
 
-def data_root(run: RunConfig) -> Path:
+def data_root(run: RunConfig) -> Location:
     """The user's directory, or simulated events in the cache, made on first use."""
     if run.data.path is not None:
-        return Path(run.data.path)
+        return Location(run.data.path)
     on_gpu = run.run.device != "cpu" and torch.cuda.is_available()
     return _simulated(run.data.simulate_events, run.data.simulate_files, run.run.seed, "cuda" if on_gpu else "cpu")
 
 
 def _open(
-    root: Path, config: IceCubeData, loader: LoaderConfig, device: torch.device
+    root: Location, config: IceCubeData, loader: LoaderConfig, device: torch.device
 ) -> tuple[SampleTable, Callable[[Subset], EventSource]]:
     """The table of all events, and what opens their pulses once it is known which of them are trained on."""
     if config.mode == "resident" and device.type != "cuda":
@@ -173,7 +174,7 @@ def _of_store(
     return packed.table, lambda training: ResidentEvents(packed, device) if resident else PackedEvents(packed)
 
 
-def _may_pack(root: Path, table: SampleTable) -> bool:
+def _may_pack(root: Location, table: SampleTable) -> bool:
     """Whether there is a packed copy, or room for one with as much again to spare."""
     if is_store(_copy_path(table)):
         return True
@@ -189,7 +190,7 @@ def _may_pack(root: Path, table: SampleTable) -> bool:
     return True
 
 
-def _packed_copy(root: Path, table: SampleTable, loader: LoaderConfig) -> PackedStore:
+def _packed_copy(root: Location, table: SampleTable, loader: LoaderConfig) -> PackedStore:
     path = _copy_path(table)
     with cache_lock(path, f"Another process packs {root}: waiting for it."):
         if is_store(path):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +9,7 @@ import pyarrow as pa
 
 from stoker import console
 from stoker.data.bad_samples import BadShard
+from stoker.data.locations import Location
 from stoker.data.pack import Packing, ShardContent
 from stoker.data.parquet import ParquetSource, as_array, named_if_damaged, open_parquet
 from stoker.data.ragged import Array, Indices, Ragged, offsets_of, range_indices, sample_of_row
@@ -36,15 +36,15 @@ MOST_CHARGE = float(np.finfo(np.float32).max)  # what models compute with
 LABELS: dict[str, npt.DTypeLike] = {"azimuth": np.float32, "zenith": np.float32}
 
 
-def open_geometry(root: Path) -> Geometry:
+def open_geometry(root: Location) -> Geometry:
     return read_geometry(root / "sensor_geometry.csv")
 
 
-def open_pulses(root: Path, table: SampleTable) -> ParquetSource:
+def open_pulses(root: Location, table: SampleTable) -> ParquetSource:
     return ParquetSource(root, table, PULSE_COLUMNS)
 
 
-def packing(root: Path, table: SampleTable, shuffled: int | None = None, threads: int = 1) -> Packing:
+def packing(root: Location, table: SampleTable, shuffled: int | None = None, threads: int = 1) -> Packing:
     """How events are packed: pulses grouped by DOM, nine bytes each while all charges lie on their grid."""
     for reason in table.unreadable.values():
         raise UserError(reason)
@@ -85,7 +85,7 @@ def group_by_dom(sensor: Array, event: Indices) -> tuple[Indices, npt.NDArray[np
     return order, begins_dom(event[order], sensor[order])
 
 
-def _encode(path: Path, table: SampleTable, rows: Indices, *, on_grid: bool) -> ShardContent:
+def _encode(path: Location, table: SampleTable, rows: Indices, *, on_grid: bool) -> ShardContent:
     """All events of a file, encoded; a million pulses at a time, so that sorting stays in the cache."""
     with named_if_damaged(path):
         file = open_parquet(path, list(PULSE_COLUMNS), verified=True).read(
@@ -128,7 +128,7 @@ def _stretches(count: Array, size: int) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def check_pulses(root: Path, table: SampleTable, pulses: Ragged) -> None:
+def check_pulses(root: Location, table: SampleTable, pulses: Ragged) -> None:
     """Refuses pulses that no detector makes, by the name of their event and file."""
     sensor, charge = pulses.columns["sensor_id"], pulses.columns["charge"]
     for wrong, what, values in (
@@ -151,7 +151,7 @@ def _charge_kind(kind: pa.DataType) -> npt.DTypeLike:
     return np.float32 if pa.types.is_float32(kind) else np.float64
 
 
-def _charge_type(paths: list[Path], threads: int) -> npt.DTypeLike:
+def _charge_type(paths: list[Location], threads: int) -> npt.DTypeLike:
     """The smallest type that holds every charge exactly; all of them are looked at."""
     widest = 0
     with (
@@ -164,7 +164,7 @@ def _charge_type(paths: list[Path], threads: int) -> npt.DTypeLike:
     return CHARGE_TYPES[widest]
 
 
-def _charge_type_of_file(path: Path) -> int:
+def _charge_type_of_file(path: Location) -> int:
     needed = 0
     file = open_parquet(path, list(PULSE_COLUMNS))
     for group in range(file.num_row_groups):
@@ -184,7 +184,7 @@ def _on_grid(charge: Array) -> bool:
     return bool(((decoded == charge) & (code >= 0) & (code < 1 << 16)).all())
 
 
-def _charge_codes(path: Path, charge: Array) -> Array:
+def _charge_codes(path: Location, charge: Array) -> Array:
     if not _on_grid(charge):
         raise UserError(
             f"{path} changed while it was being packed: its charges are no longer what they were. Start again."

@@ -5,6 +5,7 @@ detector is made by rule; a user's own `sensor_geometry.csv` replaces its positi
 """
 
 import csv
+import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from stoker.data.locations import Location, read
 from stoker.errors import UserError
-from stoker.files import check_regular
 
 NUM_STRINGS = 86
 DOMS_PER_STRING = 60
@@ -64,12 +65,10 @@ def standard_geometry() -> Geometry:
     return Geometry(xyz=xyz.astype(np.float32).round(2), efficiency=_efficiency())
 
 
-def read_geometry(path: Path) -> Geometry:
+def read_geometry(path: Location) -> Geometry:
     """Positions from a Kaggle `sensor_geometry.csv` (columns sensor_id, x, y, z; every sensor exactly once)."""
-    check_regular(path)
     try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
+        rows = list(csv.DictReader(io.StringIO(read(path).decode(), newline="")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(
             f"The geometry {path} cannot be read ({error}). It should be a CSV file with the "
@@ -100,7 +99,7 @@ def write_geometry(geometry: Geometry, path: Path) -> None:
             writer.writerow([sensor, f"{x:.2f}", f"{y:.2f}", f"{z:.2f}"])
 
 
-def _check_sensors(path: Path, sensor: npt.NDArray[np.int64], xyz: npt.NDArray[np.float32]) -> None:
+def _check_sensors(path: Location, sensor: npt.NDArray[np.int64], xyz: npt.NDArray[np.float32]) -> None:
     outside = sensor[(sensor < 0) | (sensor >= NUM_SENSORS)]
     if outside.size:
         raise UserError(f"The geometry {path} holds sensor id {outside[0]}; ids run from 0 to {NUM_SENSORS - 1}.")

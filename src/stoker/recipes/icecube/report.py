@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import torch
 
 from stoker import console
+from stoker.data.locations import Location, is_file, open_local
 from stoker.data.samples import SampleTable
 from stoker.files import write_bytes, write_json
 from stoker.recipe import Trained
@@ -42,7 +43,7 @@ Numbers = npt.NDArray[np.floating[Any]]
 Truth = Mapping[str, npt.NDArray[Any]]
 
 
-def report(model: Trained, run: Run, data_path: Path, folder: Path) -> dict[str, Any]:
+def report(model: Trained, run: Run, data_path: Location, folder: Path) -> dict[str, Any]:
     """Evaluates all validation events and writes into the folder; returns what report.json holds."""
     task, device, precision = model.task, model.device, model.precision
     loader, stages = run.validation, run.data.stages
@@ -89,11 +90,11 @@ def report(model: Trained, run: Run, data_path: Path, folder: Path) -> dict[str,
     return result
 
 
-def read_truth(path: Path, table: SampleTable, rows: npt.NDArray[np.int64]) -> Truth:
+def read_truth(path: Location, table: SampleTable, rows: npt.NDArray[np.int64]) -> Truth:
     """Energy and kind of each row, where the data set has a truth.parquet as simulated ones do; else nothing."""
-    if not (path / "truth.parquet").is_file():
+    if not is_file(path / "truth.parquet"):
         return {}
-    truth = pq.read_table(path / "truth.parquet", columns=["event_id", "energy", "kind"])
+    truth = pq.read_table(open_local(path / "truth.parquet"), columns=["event_id", "energy", "kind"])
     ids = truth.column("event_id").to_numpy()
     order = np.argsort(ids, kind="stable")
     at = np.searchsorted(ids[order], np.asarray(table.columns["id"][rows]))

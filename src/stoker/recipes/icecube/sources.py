@@ -7,7 +7,7 @@ a batch on the host; what it becomes on the device is in `batch`.
 # E events, D DOMs hit, P pulses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 from stoker.data.bad_samples import BadShard, Quarantine
 from stoker.data.batch import map_tensors, pin_tensor
 from stoker.data.loader import LoaderConfig
+from stoker.data.locations import Location
 from stoker.data.order import ExactOrder, Order, WindowOrder
 from stoker.data.parquet import ParquetSource
 from stoker.data.plan import MicroBatch
@@ -50,7 +51,7 @@ DECODING_BYTES = (
 class EventSource(Protocol):
     mode: str  # direct, packed or resident
     table: SampleTable
-    path: Path
+    path: Location
     cache_bytes: int  # of the RAM budget, for what is kept and for what decoding needs
 
     def order(self, subset: Subset) -> EpochOrder:
@@ -80,7 +81,9 @@ class DirectEvents:
 
     mode = "direct"
 
-    def __init__(self, root: Path, table: SampleTable, loader: LoaderConfig, training: Subset | None = None) -> None:
+    def __init__(
+        self, root: Location, table: SampleTable, loader: LoaderConfig, training: Subset | None = None
+    ) -> None:
         self.path, self.table, self._loader = root, table, loader
         kept = _kept_bytes(loader, table)
         self.cache_bytes = kept + _decoding_bytes(loader, table)
@@ -187,7 +190,7 @@ def _exact_order(subset: Subset) -> EpochOrder:
 def _reading_stages(
     table: SampleTable, gather: Callable[[MicroBatch], Pulses], sample_cost: int | None, quarantine: Quarantine
 ) -> list[Stage]:
-    """Read, thin, collate."""
+    """Read, thin where that is asked for, collate."""
 
     def read(micro: MicroBatch) -> Pulses:
         """Without samples of shards that turn out to be bad, if the policy allows that."""
@@ -200,18 +203,16 @@ def _reading_stages(
                     raise  # none of its samples was asked for: trying again would find it again
                 quarantine.add(error)
 
-    def thinned(pulses: Pulses) -> Pulses:
-        return pulses if sample_cost is None else _thin(pulses, table, sample_cost)
-
     def collated(pulses: Pulses) -> HostBatch:
         rows = pulses.ragged.rows
         labels = {name: np.asarray(table.columns[name][rows]) for name in events.LABELS}
         return collate(pulses.ragged, labels, pulses.doms)
 
-    return [Stage("read", read), Stage("thin", thinned), Stage("collate", collated)]
+    thinning = [] if sample_cost is None else [Stage("thin", partial(_thin, table, sample_cost))]
+    return [Stage("read", read), *thinning, Stage("collate", collated)]
 
 
-def _thin(pulses: Pulses, table: SampleTable, most: int) -> Pulses:
+def _thin(table: SampleTable, most: int, pulses: Pulses) -> Pulses:
     before, micro = pulses.ragged, pulses.micro
     ids = np.asarray(table.columns["id"][before.rows])
     auxiliary = (before.columns["flags"] & AUXILIARY).astype(bool)

@@ -5,6 +5,7 @@ The pulse files name the event of every pulse too: both must say the same, so th
 """
 
 import hashlib
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 from stoker import console
 from stoker.data.cache import cache_folder, cache_lock
 from stoker.data.loader import LoaderConfig
+from stoker.data.locations import Location, identity, is_file, is_folder, list_folder, stat
 from stoker.data.parquet import as_array, group_starts_of, named_if_damaged, open_parquet
 from stoker.data.ragged import Array, Indices, range_indices
 from stoker.data.samples import SampleTable, TableWriter, new_table, open_table
@@ -32,6 +34,7 @@ COLUMNS: dict[str, npt.DTypeLike] = {
     "last_pulse_index": np.int64,
 }
 TARGETS: dict[str, npt.DTypeLike] = {"azimuth": np.float64, "zenith": np.float64}
+PULSE_FILE = re.compile(r"batch_.*\.parquet")
 EVENT_ID = "event_id"  # of every pulse
 BLOCK_ROWS = 1 << 20
 MOST_PULSES = 2**31 - 1  # of an event
@@ -39,12 +42,12 @@ Part = Literal["train", "test"]  # of the competition's files; those of `test` h
 
 
 def open_events(
-    root: Path, cache: Path | None = None, part: Part = "train", *, only_present: bool = False
+    root: Location, cache: Path | None = None, part: Part = "train", *, only_present: bool = False
 ) -> SampleTable:
     """The table of all events below `root`, or of those whose files are there; made anew when the files changed."""
     check_layout(root, part)
     fingerprint = _fingerprint(root, part, only_present=only_present)
-    words = f"{root.resolve()}{'' if part == 'train' else part}{' present' if only_present else ''}"
+    words = f"{identity(root)}{'' if part == 'train' else part}{' present' if only_present else ''}"
     name = f"icecube-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
     folder = (cache or cache_folder()) / "tables" / name
     with cache_lock(folder, f"Another process makes the sample table of {root}: waiting for it."):
@@ -55,10 +58,10 @@ def open_events(
         return table or _build(root, folder, fingerprint, part, only_present=only_present)
 
 
-def check_layout(root: Path, part: Part = "train") -> None:
-    if not root.is_dir():
+def check_layout(root: Location, part: Part = "train") -> None:
+    if not is_folder(root):
         raise UserError(f"The data directory {root} does not exist. `stoker simulate {root}` makes one.")
-    missing = [name for name in (f"{part}_meta.parquet", "sensor_geometry.csv", part) if not (root / name).exists()]
+    missing = [name for name in (f"{part}_meta.parquet", "sensor_geometry.csv", part) if stat(root / name) is None]
     if missing:
         raise UserError(
             f"{root} lacks {' and '.join(missing)}. A data directory holds {part}_meta.parquet, sensor_geometry.csv and "
@@ -66,22 +69,24 @@ def check_layout(root: Path, part: Part = "train") -> None:
         )
 
 
-def _fingerprint(root: Path, part: Part, *, only_present: bool) -> str:
+def _fingerprint(root: Location, part: Part, *, only_present: bool) -> str:
     """Changes when a file is added, removed, or written again."""
     digest = hashlib.sha256(b"present\n" if only_present else b"")
-    for path in [root / f"{part}_meta.parquet", *sorted((root / part).glob("batch_*.parquet"))]:
-        status = path.stat()
-        digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    files = {f"{part}_meta.parquet": stat(root / f"{part}_meta.parquet")}
+    files |= {name: found for name, found in list_folder(root / part).items() if PULSE_FILE.fullmatch(name)}
+    for name, found in files.items():
+        if found is not None:
+            digest.update(f"{name} {found.size} {found.written}\n".encode())
     return digest.hexdigest()
 
 
-def _build(root: Path, folder: Path, fingerprint: str, part: Part, *, only_present: bool) -> SampleTable:
+def _build(root: Location, folder: Path, fingerprint: str, part: Part, *, only_present: bool) -> SampleTable:
     """Streams the metadata once, row group by row group: 132 million events never become Python objects."""
     path = root / f"{part}_meta.parquet"
     wanted = COLUMNS | (TARGETS if part == "train" else {})
     meta = open_parquet(path, list(wanted), verified=True)
     batches, counts = _batch_numbers(meta, path)
-    missing = [batch for batch in batches if not (root / part / f"batch_{batch}.parquet").exists()]
+    missing = [batch for batch in batches if not is_file(root / part / f"batch_{batch}.parquet")]
     if only_present:
         present = ~np.isin(batches, missing)
         batches, counts = batches[present], counts[present]
@@ -114,7 +119,7 @@ def _build(root: Path, folder: Path, fingerprint: str, part: Part, *, only_prese
     return table
 
 
-def _batches(meta: pq.ParquetFile, wanted: Mapping[str, npt.DTypeLike], path: Path) -> Any:
+def _batches(meta: pq.ParquetFile, wanted: Mapping[str, npt.DTypeLike], path: Location) -> Any:
     """Reading may find damage; what happens to the batches meanwhile is another matter."""
     batches = meta.iter_batches(batch_size=1 << 20, columns=list(wanted), use_threads=False)
     while True:
@@ -125,7 +130,7 @@ def _batches(meta: pq.ParquetFile, wanted: Mapping[str, npt.DTypeLike], path: Pa
         yield rows
 
 
-def _missing_words(path: Path, batches: Indices, counts: Indices, missing: list[int]) -> str:
+def _missing_words(path: Location, batches: Indices, counts: Indices, missing: list[int]) -> str:
     here = ~np.isin(batches, missing)
     some = ", ".join(f"batch_{batch}.parquet" for batch in missing[:5]) + (" ..." if len(missing) > 5 else "")
     return (
@@ -135,7 +140,7 @@ def _missing_words(path: Path, batches: Indices, counts: Indices, missing: list[
     )
 
 
-def _chunk(rows: pa.RecordBatch, batches: Indices, path: Path) -> dict[str, Array]:
+def _chunk(rows: pa.RecordBatch, batches: Indices, path: Location) -> dict[str, Array]:
     """Columns of the table for some rows of the metadata, without events of files that are left out."""
     names = rows.schema.names
     for name in names:
@@ -162,7 +167,7 @@ def _chunk(rows: pa.RecordBatch, batches: Indices, path: Path) -> dict[str, Arra
     }
 
 
-def _batch_numbers(meta: pq.ParquetFile, path: Path) -> tuple[Indices, Indices]:
+def _batch_numbers(meta: pq.ParquetFile, path: Location) -> tuple[Indices, Indices]:
     """Numbers of the pulse files, and how many events each has."""
     found: dict[int, int] = {}
     for group in range(meta.num_row_groups):
@@ -180,7 +185,7 @@ def _batch_numbers(meta: pq.ParquetFile, path: Path) -> tuple[Indices, Indices]:
     return numbers, np.array([found[int(number)] for number in numbers], np.int64)
 
 
-def _row_group_starts(root: Path, shards: list[str]) -> tuple[list[Indices], dict[int, str]]:
+def _row_group_starts(root: Location, shards: list[str]) -> tuple[list[Indices], dict[int, str]]:
     """Rows at which the row groups of each file begin; files that cannot be opened are taken for endless."""
     starts, unreadable = [], {}
     for number, shard in enumerate(shards):
@@ -193,7 +198,7 @@ def _row_group_starts(root: Path, shards: list[str]) -> tuple[list[Indices], dic
 
 
 def _check_event_ids(
-    root: Path, shards: list[str], writer: TableWriter, starts: list[Indices], unreadable: dict[int, str]
+    root: Location, shards: list[str], writer: TableWriter, starts: list[Indices], unreadable: dict[int, str]
 ) -> None:
     """Compares the event of every pulse with the table, once, so that no epoch has to."""
     assert writer.shard_starts is not None, "the table is in the order of the files"
@@ -220,7 +225,7 @@ def _check_event_ids(
                 unreadable[shard] = reason
 
 
-def _wrong_event(path: Path, first: Indices, count: Indices, ids: Indices, starts: Indices) -> str | None:
+def _wrong_event(path: Location, first: Indices, count: Indices, ids: Indices, starts: Indices) -> str | None:
     """What is wrong with the pulses of a file, whose events stand in the order of their pulses; None: nothing."""
     file = open_parquet(path, verified=True)
     if EVENT_ID not in file.schema_arrow.names:
@@ -282,7 +287,7 @@ def _block_starts(group_starts: Indices) -> Indices:
 class _Checks:
     """What must hold before training starts: ranges inside their files, no overlap, unique ids, angles in range."""
 
-    def __init__(self, path: Path, shards: list[str], num_rows: Indices) -> None:
+    def __init__(self, path: Location, shards: list[str], num_rows: Indices) -> None:
         self._path, self._shards, self._num_rows = path, shards, num_rows
         self._last: dict[str, int] | None = None
         self.in_order = self._ids_rise = True

@@ -48,7 +48,8 @@ class HostImages:
 
     def to(self, device: torch.device) -> ImageBatch:
         # What RandAugment drew stays: on the host nobody has to wait to know which images it is for.
-        here: HostImages = map_tensors(replace(self, augment=None), lambda tensor: _moved(tensor, device))
+        _keep_until_used(self.pixels)
+        here: HostImages = map_tensors(replace(self, augment=None), lambda tensor: tensor.to(device, non_blocking=True))
         joined = here.pixels[0] if len(here.pixels) == 1 else torch.cat(here.pixels)
         pixels = resize(joined, here.offsets, here.shapes, here.flips, self.size, normalised=self.augment is None)
         images = pixels if self.augment is None else normalise(rand_augment(pixels, self.augment))
@@ -61,9 +62,8 @@ class HostImages:
         return ImageBatch(images, here.labels, partner, weight, here.rows)
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    if (
-        tensor.is_cuda
-    ):  # pixels made on a stream of their own: their memory is not used again before ours is through with it
-        tensor.record_stream(torch.cuda.current_stream())
-    return tensor.to(device, non_blocking=True)
+def _keep_until_used(pixels: tuple[Tensor, ...]) -> None:
+    """Of pixels made on another stream of the device: their memory is not used again before ours is through with it."""
+    for tensor in pixels:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream())

@@ -1,19 +1,19 @@
 """What can be said about the images of a run: where they lie, how large, which part is seen, how they are augmented."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 from tyro.conf import FlagCreatePairsOff
 
+from stoker.data.locations import DataPath
 from stoker.recipes.imagenet.broken import Policy
 from stoker.settings import AlsoCalled, config
 
 
 @config
 class ImageNetData:
-    path: Annotated[Path, AlsoCalled("dir", "data_dir", "root")] | None = None  # None: images are drawn
+    path: Annotated[DataPath, AlsoCalled("dir", "data_dir", "root")] | None = None  # None: images are drawn
     size: Annotated[int, Field(ge=8), AlsoCalled("image_size", "img_size", "resolution")] = 224  # pixels of a side
     first_size: Annotated[int, Field(ge=8)] | None = None  # grow from this, in steps of 32 pixels, by the epoch
     grown_after: Annotated[float, Field(gt=0, le=1)] = 0.8  # share of the epochs after which `size` is reached

@@ -1,5 +1,7 @@
 """The data of a run: images, the order of an epoch, and the stages that make batches of them."""
 
+from functools import partial
+
 import torch
 
 from stoker.data.bad_samples import BadSamples
@@ -52,8 +54,8 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         training=ListSubset(chosen.training),
         validation=ListSubset(chosen.validation),
         order=order,
-        stages=[Stage("decode", decoder.train)],
-        validation_stages=[Stage("decode", decoder.validate)],
+        stages=[Stage("decode", partial(decoder.make, True))],
+        validation_stages=[Stage("decode", partial(decoder.make, False))],
         files_of=lambda rows: ", ".join(chosen.images.reader.name(int(row)) for row in rows[:3]),
         bad_samples=bad_samples,
         description={

@@ -64,13 +64,8 @@ class Decoder:
             return None
         return Helper(self._decode_on_gpu, lambda: self._gpu.works)
 
-    def train(self, micro: MicroBatch) -> HostImages:
-        return self._make(_Asked(micro, training=True))
-
-    def validate(self, micro: MicroBatch) -> HostImages:
-        return self._make(_Asked(micro, training=False))
-
-    def _make(self, asked: _Asked) -> HostImages:
+    def make(self, training: bool, micro: MicroBatch) -> HostImages:
+        asked = _Asked(micro, training)
         if self._processes is None:
             nowhere = memoryview(b"")
             return self._batch(asked, [self._taken(self._decode(asked, nowhere)[0], nowhere)])

@@ -3,7 +3,6 @@
 import csv
 import hashlib
 import io
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stoker import console
+from stoker.data.locations import Location, is_file, is_folder, list_folder, read
 from stoker.errors import MachineError, UserError
 from stoker.files import write_bytes
 from stoker.recipe import Trained
@@ -111,22 +111,28 @@ def _in_words(answers: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {chance:.1%}" for name, chance in zip(values[::2], values[1::2], strict=True))
 
 
-def find_images(source: Path) -> list[Path]:
-    if source.is_file():
+def find_images(source: Location) -> list[Location]:
+    if is_file(source):
         return [source]
-    if not source.is_dir():
+    if not is_folder(source):
         raise UserError(f"There is no image and no folder {source}.")
-    found = [
-        Path(root) / name for root, _, names in os.walk(source) for name in names if name.lower().endswith(ENDINGS)
-    ]
+    found = list(_images_below(source))
     if not found:
         raise UserError(f"{source} holds no images (looked for {', '.join(ENDINGS)}).")
     return sorted(found)
 
 
-def _read(path: Path) -> tuple[str, bytes]:
+def _images_below(folder: Location) -> Iterator[Location]:
+    for name, found in list_folder(folder).items():
+        if found.is_folder:
+            yield from _images_below(folder / name)
+        elif name.lower().endswith(ENDINGS):
+            yield folder / name
+
+
+def _read(path: Location) -> tuple[str, bytes]:
     try:
-        return str(path), path.read_bytes()
+        return str(path), read(path)
     except OSError as error:
         raise MachineError(f"{path} cannot be read: {error}.") from error
 

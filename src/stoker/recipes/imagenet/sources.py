@@ -5,11 +5,9 @@ its number in the folder's list of names.
 """
 
 import hashlib
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,10 +15,10 @@ import numpy as np
 from stoker import console
 from stoker.data import checksums
 from stoker.data.cache import cache_folder, cache_lock
+from stoker.data.locations import Location, identity, is_file, is_folder, list_folder, open_local, read
 from stoker.data.ragged import Array, Indices
 from stoker.data.samples import SampleTable, new_table, open_table
 from stoker.errors import UserError
-from stoker.files import check_regular
 from stoker.recipes.imagenet.classes import ClassMap, class_map, listed
 from stoker.recipes.imagenet.tars import ENDINGS, read_tar
 
@@ -61,18 +59,18 @@ class _Found:
     name: str
 
 
-def open_images(root: Path, *, keep_damaged: bool = False) -> Images:
+def open_images(root: Location, *, keep_damaged: bool = False) -> Images:
     """`keep_damaged`: a tar that is damaged gives what can be found in it, instead of an error."""
-    if not root.is_dir():
+    if not is_folder(root):
         raise UserError(f"The data directory {root} does not exist.")
-    if (root / MANIFEST).is_file():
+    if is_file(root / MANIFEST):
         return _open_packed(root)
-    if any(root.glob("*.tar")) or any(root.glob("*/*.tar")):
+    if _tars(root):
         return _open_tars(root, keep_damaged=keep_damaged)
     return _open_folders(root)
 
 
-def _open_folders(root: Path) -> Images:
+def _open_folders(root: Location) -> Images:
     """`train/CLASS/image.jpg` and `val/CLASS/image.jpg`, or class folders alone."""
     parts = {0: _first_existing(root, TRAINING) or root, 1: _first_existing(root, VALIDATION)}
     counts: dict[int, dict[str, int]] = {0: {}, 1: {}}
@@ -82,14 +80,14 @@ def _open_folders(root: Path) -> Images:
     for part, folder in parts.items():
         if folder is None:
             continue
-        for class_folder in sorted(path for path in folder.iterdir() if path.is_dir() and _is_shown(path)):
-            if folder == root and class_folder == parts[1]:
+        for label in (name for name, one in list_folder(folder).items() if one.is_folder and _is_shown(name)):
+            if folder / label == parts[1]:
                 continue
-            entries = sorted(_files(class_folder, class_folder))
-            counts[part][class_folder.name] = len(entries)
+            entries = sorted(_files(folder / label))
+            counts[part][label] = len(entries)
             for number, (name, size) in enumerate(entries):
-                found.append(_Found(len(shards), number, size, class_folder.name, part, name))
-            shards.append(str(class_folder.relative_to(root)))
+                found.append(_Found(len(shards), number, size, label, part, name))
+            shards.append(label if folder == root else f"{folder.name}/{label}")
             names.append([name for name, _ in entries])
     if not counts[0]:
         raise UserError(
@@ -103,33 +101,42 @@ def _open_folders(root: Path) -> Images:
     return Images(table, FolderReader(root, table, names), classes, parts[1] is not None)
 
 
-def _is_shown(path: Path | os.DirEntry[str]) -> bool:
+def _is_shown(name: str) -> bool:
     """Neither hidden nor a program's own, such as .ipynb_checkpoints and __MACOSX."""
-    return not path.name.startswith((".", "__"))
+    return not name.startswith((".", "__"))
 
 
-def _files(folder: Path, top: Path) -> Iterator[tuple[str, int]]:
+def _files(folder: Location, before: str = "") -> Iterator[tuple[str, int]]:
     """Names and sizes of all images below a class folder, however deep."""
-    with os.scandir(folder) as entries:
-        shown = list(filter(_is_shown, entries))
-    for entry in shown:
-        if entry.is_dir():
-            yield from _files(Path(entry.path), top)
-        elif entry.name.lower().endswith(ENDINGS):
-            check_regular(Path(entry.path))
-            yield str(Path(entry.path).relative_to(top)), entry.stat().st_size
+    for name, found in list_folder(folder).items():
+        if not _is_shown(name):
+            continue
+        if found.is_folder:
+            yield from _files(folder / name, f"{before}{name}/")
+        elif name.lower().endswith(ENDINGS):
+            if not found.is_plain:
+                raise UserError(f"{folder / name} is no plain file, and an image is needed there.")
+            yield f"{before}{name}", found.size
 
 
-def _open_tars(root: Path, *, keep_damaged: bool) -> Images:
-    paths = sorted([*root.glob("*.tar"), *root.glob("*/*.tar")])
+def _tars(root: Location) -> list[str]:
+    """Names of tar files in a folder and in the folders of it, in their order."""
+    found = []
+    for name, one in list_folder(root).items():
+        found += [f"{name}/{inner}" for inner in list_folder(root / name)] if one.is_folder else [name]
+    return sorted(name for name in found if name.endswith(".tar"))
+
+
+def _open_tars(root: Location, *, keep_damaged: bool) -> Images:
+    shards = _tars(root)
     found: list[_Found] = []
     problems: list[str] = []
-    with console.progress("index tar shards", len(paths), "files") as bar:
-        for shard, path in enumerate(paths):
-            listed_images, wrong = read_tar(path)
-            part = int(_is_validation(path.relative_to(root)))
+    with console.progress("index tar shards", len(shards), "files") as bar:
+        for shard, name in enumerate(shards):
+            listed_images, wrong = read_tar(root / name)
+            part = int(_is_validation(name))
             found += [_Found(shard, one.first, one.count, one.label, part, one.name) for one in listed_images]
-            problems += [f"{path}: {problem}" for problem in wrong]
+            problems += [f"{root / name}: {problem}" for problem in wrong]
             bar.advance()
     if problems and not keep_damaged:
         raise UserError(
@@ -150,20 +157,19 @@ def _open_tars(root: Path, *, keep_damaged: bool) -> Images:
     classes = class_map(counts[0], str(root))
     if counts[1]:
         classes.check(counts[1], f"{root}, validation shards")
-    table = _table(root, "tars", [str(path.relative_to(root)) for path in paths], found, classes)
+    table = _table(root, "tars", shards, found, classes)
     return Images(table, RangeReader(root, table), classes, bool(counts[1]))
 
 
-def _is_validation(path: Path) -> bool:
+def _is_validation(name: str) -> bool:
     """By a whole word of the name: `val-000.tar` and `val/000.tar`, and not `latest-000.tar`."""
-    words = set(re.findall("[a-z]+", str(path).lower()))
+    words = set(re.findall("[a-z]+", name.lower()))
     return bool(words & set(VALIDATION)) and not words & set(TRAINING)
 
 
-def read_manifest(root: Path) -> dict[str, Any]:
+def read_manifest(root: Location) -> dict[str, Any]:
     """Of a packed set: format, classes, and what was asked of `stoker pack`."""
     try:
-        check_regular(root / MANIFEST)
         manifest = checksums.read_manifest(root / MANIFEST)
         version = manifest["version"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -176,10 +182,10 @@ def read_manifest(root: Path) -> dict[str, Any]:
     return manifest
 
 
-def _open_packed(root: Path) -> Images:
+def _open_packed(root: Location) -> Images:
     manifest = read_manifest(root)
     classes = ClassMap(tuple(manifest["classes"]))
-    missing = [name for name in manifest["files"] if name.endswith(".bin") and not (root / name).is_file()]
+    missing = [name for name in manifest["files"] if name.endswith(".bin") and not is_file(root / name)]
     if missing:
         raise UserError(f"{root} lacks shards of its images: {listed(missing)}. Copy them there, or pack it again.")
     verification = checksums.Verification(root, manifest["files"])
@@ -192,21 +198,24 @@ def _open_packed(root: Path) -> Images:
 class FolderReader:
     """One file a sample."""
 
-    def __init__(self, root: Path, table: SampleTable, names: list[list[str]]) -> None:
+    def __init__(self, root: Location, table: SampleTable, names: list[list[str]]) -> None:
         self._root, self._table, self._names = root, table, names
 
     def read(self, row: int) -> bytes:
-        return Path(self.name(row)).read_bytes()
+        return read(self._location(row))
 
     def name(self, row: int) -> str:
+        return str(self._location(row))
+
+    def _location(self, row: int) -> Location:
         shard = int(self._table.columns["shard"][row])
-        return str(self._root / self._table.shards[shard] / self._names[shard][int(self._table.columns["first"][row])])
+        return self._root / self._table.shards[shard] / self._names[shard][int(self._table.columns["first"][row])]
 
 
 class RangeReader:
     """A range of bytes of a tar or of a packed shard, mapped into memory."""
 
-    def __init__(self, root: Path, table: SampleTable, verification: checksums.Verification | None = None) -> None:
+    def __init__(self, root: Location, table: SampleTable, verification: checksums.Verification | None = None) -> None:
         self._root, self._table, self._verification = root, table, verification
         self._maps: dict[int, Array] = {}
 
@@ -217,7 +226,7 @@ class RangeReader:
         shard, first, count = int(columns["shard"][row]), int(columns["first"][row]), int(columns["count"][row])
         mapped = self._maps.get(shard)
         if mapped is None:
-            mapped = self._maps[shard] = np.memmap(self._root / self._table.shards[shard], np.uint8, "r")
+            mapped = self._maps[shard] = np.memmap(open_local(self._root / self._table.shards[shard]), np.uint8, "r")
         return mapped[first : first + count].tobytes()
 
     def name(self, row: int) -> str:
@@ -225,7 +234,7 @@ class RangeReader:
         return f"{self._root / self._table.shards[int(columns['shard'][row])]} at byte {int(columns['first'][row])}"
 
 
-def _table(root: Path, kind: str, shards: list[str], found: Sequence[_Found], classes: ClassMap) -> SampleTable:
+def _table(root: Location, kind: str, shards: list[str], found: Sequence[_Found], classes: ClassMap) -> SampleTable:
     """The sample table in the cache, made anew when anything in the listing changed."""
     digest = hashlib.sha256(f"{kind} {shards} {classes.names}".encode())
     columns: dict[str, Array] = {
@@ -239,7 +248,7 @@ def _table(root: Path, kind: str, shards: list[str], found: Sequence[_Found], cl
     for column in columns.values():
         digest.update(column.tobytes())
     digest.update("\n".join(one.name for one in found).encode())
-    name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
+    name = hashlib.sha256(identity(root).encode()).hexdigest()[:16]
     folder = cache_folder() / "tables" / f"images-{name}"
     with cache_lock(folder):
         table = open_table(folder)
@@ -261,5 +270,5 @@ def rows_of(table: SampleTable, part: int) -> Indices:
     return np.flatnonzero(np.asarray(table.columns["part"]) == part)
 
 
-def _first_existing(root: Path, names: Sequence[str]) -> Path | None:
-    return next((root / name for name in names if (root / name).is_dir()), None)
+def _first_existing(root: Location, names: Sequence[str]) -> Location | None:
+    return next((root / name for name in names if is_folder(root / name)), None)

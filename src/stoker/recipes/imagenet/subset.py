@@ -8,6 +8,7 @@ import numpy as np
 
 from stoker import console
 from stoker.data.cache import cache_folder, cache_lock
+from stoker.data.locations import Location
 from stoker.data.order import hashed
 from stoker.data.ragged import Indices
 from stoker.data.samples import SampleTable
@@ -30,11 +31,11 @@ class Chosen:
     validation: Indices
 
 
-def data_root(run: RunConfig) -> Path:
+def data_root(run: RunConfig) -> Location:
     """The user's directory, or images drawn into the cache on first use."""
     config = run.data
     if config.path is not None:
-        return Path(config.path)
+        return Location(config.path)
     return _drawn(config.draw_per_class, config.draw_held_out, run.run.seed)
 
 
@@ -49,7 +50,7 @@ def _drawn(per_class: int, held_out: int, seed: int) -> Path:
 
 
 @cache
-def _opened(root: Path, broken: Policy) -> Images:
+def _opened(root: Location, broken: Policy) -> Images:
     return open_images(root, keep_damaged=broken == "skip")
 
 

@@ -8,7 +8,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from stoker.files import check_regular
+from stoker.data.locations import Location, open_local, read_range, stat
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 BLOCK = tarfile.BLOCKSIZE
@@ -24,21 +24,20 @@ class TarImage:
     name: str
 
 
-def read_tar(path: Path) -> tuple[list[TarImage], list[str]]:
+def read_tar(path: Location) -> tuple[list[TarImage], list[str]]:
     """The images of a tar that have a class, and every problem in words."""
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, str] = {}
     problems: list[str] = []
-    check_regular(path)
-    size = path.stat().st_size
+    found = stat(path)
+    size = 0 if found is None else found.size
     try:
-        with tarfile.open(path, "r:") as tar:
+        with tarfile.open(open_local(path), "r:") as tar:
             for member in tar:
                 _look_at(tar, member, images, labels, problems)
             problems += _after(path, tar.offset, size)
     except tarfile.TarError as error:
-        with path.open("rb") as file:
-            kind = COMPRESSED.get(file.read(2))
+        kind = COMPRESSED.get(read_range(path, 0, 2))
         problems.append(
             f"it is compressed ({kind}): unpack it first" if kind else f"it is no tar file, or not whole ({error})"
         )
@@ -50,12 +49,12 @@ def read_tar(path: Path) -> tuple[list[TarImage], list[str]]:
     problems += [f"{name} has no class, neither in a .cls file nor as a folder" for name in without]
     keys = {key for key, _, _ in images.values()}
     problems += [f"{key}.cls belongs to no image" for key in labels if key not in keys]
-    found = [
+    listed = [
         TarImage(first, count, labels.get(key) or Path(key).parent.name, name)
         for name, (key, first, count) in images.items()
         if name not in set(without)
     ]
-    return found, problems
+    return listed, problems
 
 
 def _look_at(
@@ -84,9 +83,9 @@ def _look_at(
             problems.append(f"{member.name} ({member.size:,} bytes) is no name of a class")
 
 
-def _after(path: Path, end: int, size: int) -> list[str]:
+def _after(path: Location, end: int, size: int) -> list[str]:
     """What is wrong from the first block on that is no header of a member."""
-    with path.open("rb") as file:
+    with open_local(path).open("rb") as file:
         file.seek(end)
         marker = file.read(2 * BLOCK)
         if marker[:BLOCK].strip(b"\0"):
