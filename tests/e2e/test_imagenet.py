@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_the_run_keeps_its_classes_and_says_what_rate_it_used(trained: tuple[Path, Path]) -> None:
     run, _ = trained
-    assert len(json.loads((run / "classes.json").read_text())) == 10
+    assert len(json.loads((run / "facts.json").read_text())["classes"]) == 10
     log = (run / "log.txt").read_text()
     assert "learning rate 0.1: 0.1 for 64 samples a step, linear to 64" in log
 

@@ -34,8 +34,8 @@ def own_recipe(folder: Path, body: str) -> str:
         "RANK = int(os.environ.get('RANK', 0))\n"
         "def open_data(run, device):\n"
         "    return ICECUBE.open_data(run, device)\n"
-        "def build_task(run):\n"
-        "    return ICECUBE.build_task(run)\n"
+        "def build_task(run, facts):\n"
+        "    return ICECUBE.build_task(run, facts)\n"
         f"{body}\n"
         "RECIPE = replace(ICECUBE, name='own', open_data=open_data, build_task=build_task)\n"
     )
@@ -65,8 +65,8 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
 
 
 NOT_A_NUMBER = """
-def build_task(run):
-    task = ICECUBE.build_task(run)
+def build_task(run, facts):
+    task = ICECUBE.build_task(run, facts)
     losses, seen = task.losses, []
     def some_bad(prediction, batch):
         seen.append(1)

@@ -160,8 +160,8 @@ def test_bad_pages_behind_an_intact_footer_are_left_out_and_do_not_loop(
     )
     code, text = train("--data.path", own_events, *words, "--loader.stuck_after_s", "30")
     assert code == 0, text
-    assert "QUARANTINE: 150 samples of train/batch_1.parquet" in text
-    assert "QUARANTINE: 150 samples of train/batch_2.parquet" in text
+    assert "SHARD LEFT OUT: train/batch_1.parquet (150 samples)" in text
+    assert "SHARD LEFT OUT: train/batch_2.parquet (150 samples)" in text
 
 
 def test_an_unwritable_cache_and_an_unreadable_file_are_named_as_what_they_are(

@@ -37,7 +37,7 @@ def test_attention_and_its_gradients_equal_the_plain_path(lengths: list[int], wi
     inputs = [qkv] if bias is None else [qkv, bias.table]
     expected = gradients(attend(qkv, segments, bias), weight, inputs) if max(lengths) > 1 or bias is None else None
     single = [tensor.detach().float().requires_grad_() for tensor in inputs]
-    where = None if bias is None else bias.where.float()
+    where = None if bias is None else bias.spacetime.float()
     out = kernels.attend(
         single[0], segments.start, segments.end, where, None if bias is None else single[1], 1 / 60, segments.block
     )

@@ -33,8 +33,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_nine_bytes_a_pulse_and_every_value_as_in_the_source(events_dir: Path, tmp_path: Path) -> None:
     packing, out = packed(events_dir, tmp_path / "store")
     store = open_store(out)
-    assert store.num_bytes == 9 * store.num_rows
-    assert verify(store, packing, threads=2) == 4 * store.num_rows
+    assert store.num_bytes == 9 * store.num_elements
+    assert verify(store, packing, threads=2) == 4 * store.num_elements
     # Against the file itself, decoded the plain way.
     file = pq.read_table(events_dir / "train" / "batch_2.parquet")
     rows = shard_rows(packing.table, 1)

@@ -207,3 +207,23 @@ def test_numbers_that_are_not_finite_are_no_settings(text: str) -> None:
 
     with pytest.raises(UserError, match=r"train\.lr cannot be"):
         resolve_target("icecube", ["--train.lr", text])
+
+
+def test_a_size_measured_on_one_machine_is_kept_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preset asks the GPU how much fits; a run that goes on elsewhere computes the same steps."""
+    import torch
+
+    from stoker.launch.targets import resolve_target
+
+    def with_memory(gib: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _: type("Properties", (), {"total_memory": gib << 30})
+        )
+
+    with_memory(140)
+    first = resolve_target("icecube:seed", []).config
+    (tmp_path / "config.yaml").write_text(as_yaml(first))
+    with_memory(16)
+    assert resolve_target("icecube:seed", []).config.loader.micro_cost != first.loader.micro_cost
+    assert resolve_target(str(tmp_path / "config.yaml"), []).config.loader.micro_cost == first.loader.micro_cost

@@ -113,7 +113,7 @@ def pack_as_asked(request: PackRequest, packing: Packing) -> dict[str, Any]:
     result: dict[str, Any] = {
         "path": str(request.out),
         "samples": len(store.table),
-        "rows": store.num_rows,
+        "rows": store.num_elements,
         "bytes": store.num_bytes,
     }
     if request.verify:
@@ -202,28 +202,28 @@ def ranks_from_environment() -> tuple[int, int]:
 
 def _prepare(work: Path, packing: Packing, rank: int) -> None:
     """Makes the files at their full size, so that a full disk is found now; rank 0 does, the others wait."""
-    plan = work / "plan.json"
-    if rank == 0 and not plan.exists():
+    asked = work / "plan.json"
+    if rank == 0 and not asked.exists():
         shutil.rmtree(work, ignore_errors=True)
         (work / "columns").mkdir(parents=True)
         (work / "done").mkdir()
-        num_rows = _write_table(work / "table", packing)
+        num_elements = _write_table(work / "table", packing)
         for name, kind in packing.columns.items():
-            _allocate(column_path(work, name), np.dtype(kind).itemsize * num_rows)
-        write_json(plan, packing.fingerprint)
+            _allocate(column_path(work, name), np.dtype(kind).itemsize * num_elements)
+        write_json(asked, packing.fingerprint)
     for waited in range(600):
-        if plan.exists():
+        if asked.exists():
             break
         if waited == 5:
             console.say(f"rank {rank} waits for rank 0 to prepare {work}.")
         time.sleep(1)
     else:
         raise MachineError(f"Rank 0 did not prepare {work} within ten minutes. Is it running, on the same disk?")
-    _check_same_pack(work, json.loads(plan.read_text()), packing)
+    _check_same_pack(work, json.loads(asked.read_text()), packing)
 
 
-def _check_same_pack(work: Path, plan: Any, packing: Packing) -> None:
-    if plan != json.loads(json.dumps(packing.fingerprint)):
+def _check_same_pack(work: Path, asked: Any, packing: Packing) -> None:
+    if asked != json.loads(json.dumps(packing.fingerprint)):
         raise UserError(
             f"{work} holds a pack that was begun from other data or with other options. Remove it, or go on with what it "
             f"was begun with."
@@ -324,7 +324,7 @@ def _write_manifest(work: Path, packing: Packing, threads: int) -> None:
     for name, path in packing.files.items():
         shutil.copyfile(path, work / name)
     kinds = {name: np.dtype(kind).str for name, kind in packing.columns.items()}
-    num_rows = int(packing.table.columns["count"].sum(dtype=np.int64))
+    num_elements = int(packing.table.columns["count"].sum(dtype=np.int64))
     names = [*(f"columns/{name}.bin" for name in packing.columns), *packing.files]
     names += sorted(f"table/{path.name}" for path in (work / "table").iterdir())
     write_manifest(
@@ -332,7 +332,7 @@ def _write_manifest(work: Path, packing: Packing, threads: int) -> None:
         {
             "version": VERSION,
             "columns": kinds,
-            "num_rows": num_rows,
+            "num_rows": num_elements,
             "num_samples": len(packing.table),
             "shuffled": packing.shuffled,
             "extra": dict(packing.extra),

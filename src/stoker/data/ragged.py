@@ -50,6 +50,6 @@ def count_up(stop: int) -> Indices:
 _numbers = np.arange(1 << 16)
 
 
-def sample_of_row(offsets: Indices) -> Indices:
+def sample_of_element(offsets: Indices) -> Indices:
     """For each row the number of the sample it belongs to."""
     return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))

@@ -30,7 +30,7 @@ class PackedStore:
     verification: Verification
 
     @property
-    def num_rows(self) -> int:
+    def num_elements(self) -> int:
         return int(self.manifest["num_rows"])
 
     @property
@@ -51,7 +51,7 @@ class PackedStore:
     def _check_bounds(self, first: Array, count: Array) -> None:
         """Until all checksums were compared the table may be damaged."""
         self.verification.check()
-        if len(first) and (first.min() < 0 or count.min() < 0 or (first + count).max() > self.num_rows):
+        if len(first) and (first.min() < 0 or count.min() < 0 or (first + count).max() > self.num_elements):
             raise UserError(f"{self.path} is damaged: its table points beyond the end of its columns. Pack it again.")
 
     def files_of(self, rows: Indices) -> str:
@@ -88,8 +88,8 @@ def column_path(path: Location, name: str) -> Location:
     return path / "columns" / f"{name}.bin"
 
 
-def _map_column(path: Location, name: str, kind: str, num_rows: int) -> Array:
-    file, needed = column_path(path, name), np.dtype(kind).itemsize * num_rows
+def _map_column(path: Location, name: str, kind: str, num_elements: int) -> Array:
+    file, needed = column_path(path, name), np.dtype(kind).itemsize * num_elements
     found = stat(file)
     size = None if found is None else found.size
     if size != needed:
@@ -98,7 +98,7 @@ def _map_column(path: Location, name: str, kind: str, num_rows: int) -> Array:
             f"damaged. Pack it again."
         )
     # A plain array over the map: a memmap object would cost time in every operation on it.
-    return np.asarray(np.memmap(open_local(file), dtype=kind, mode="r", shape=(num_rows,)))
+    return np.asarray(np.memmap(open_local(file), dtype=kind, mode="r", shape=(num_elements,)))
 
 
 def _shard_names(table: SampleTable, rows: Indices, most: int = 3) -> list[str]:

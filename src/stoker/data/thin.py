@@ -20,14 +20,14 @@ def thin(
     last: npt.NDArray[np.bool_] | None = None,
 ) -> Ragged:
     """At most `cap` rows of each sample; rows marked in `last` go only where there is room left."""
-    keep = kept_rows(ragged.offsets, cap, sample_ids, seed, epoch, last)
+    keep = kept_elements(ragged.offsets, cap, sample_ids, seed, epoch, last)
     if keep is None:
         return ragged
     columns: dict[str, Array] = {name: column[keep] for name, column in ragged.columns.items()}
     return Ragged(columns, offsets_of(np.minimum(np.diff(ragged.offsets), cap)), ragged.rows)
 
 
-def kept_rows(
+def kept_elements(
     offsets: Indices, cap: int, sample_ids: Indices, seed: int, epoch: int, last: npt.NDArray[np.bool_] | None
 ) -> Indices | None:
     """Rows that stay, in order; None where all do, which is the usual case."""

@@ -211,7 +211,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
-        raise ValueError(f"state.json is not the state of a run: {where}: {problem['msg']}") from None
+        raise ValueError(f"state.json is not the state of a run: {origin}: {problem['msg']}") from None
     if version != VERSION:
         raise ValueError(f"it has format {version}, and this version reads format {VERSION}")
     return state
@@ -249,7 +249,7 @@ def prune(folder: Path, goal: str, keep_best: int) -> None:
             shutil.rmtree(removed)
 
 
-def load_weights(weights: Mapping[str, Tensor], model: nn.Module, where: str, *, allow_partial: bool = False) -> None:
+def load_weights(weights: Mapping[str, Tensor], model: nn.Module, origin: str, *, allow_partial: bool = False) -> None:
     """Strict: names and shapes must agree, unless partial loading was asked for; then what differs is listed."""
     own = model.state_dict()
     missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
@@ -257,8 +257,8 @@ def load_weights(weights: Mapping[str, Tensor], model: nn.Module, where: str, *,
     if missing or unexpected or reshaped:
         report = f"missing {_some(missing)}; unexpected {_some(unexpected)}; of another shape {_some(reshaped)}"
         if not allow_partial:
-            raise UserError(f"The weights in {where} are of another model: {report}. --allow-partial takes what fits.")
-        console.say(f"Loading only a part of {where}: {report}.")
+            raise UserError(f"The weights in {origin} are of another model: {report}. --allow-partial takes what fits.")
+        console.say(f"Loading only a part of {origin}: {report}.")
     model.load_state_dict({**own, **{k: v for k, v in weights.items() if k in own and k not in reshaped}})
 
 
@@ -277,7 +277,7 @@ def load_optimizer(
     optimizer: torch.optim.Optimizer,
     tensors: Mapping[str, Tensor],
     kind_saved: str | None,
-    where: str,
+    origin: str,
 ) -> None:
     """Moments as they were. Those of another kind of optimizer are of no use: then moments start anew, and that is said."""
     parameters = dict(model.named_parameters())
@@ -285,15 +285,15 @@ def load_optimizer(
     found, wanted = {name.partition("/")[0] for name in tensors}, MOMENTS[ours]
     if (found and found != wanted) or kind_saved not in (None, ours):
         saved = kind_saved or ", ".join(sorted(found))
-        console.say(f"The moments in {where} ({saved}) are of another optimizer: those of {ours} start anew.")
+        console.say(f"The moments in {origin} ({saved}) are of another optimizer: those of {ours} start anew.")
         return
     for name, value in tensors.items():
         kind, _, parameter_name = name.partition("/")
         if parameter_name not in parameters:
-            raise UserError(f"The optimizer state in {where} is of another model: it has {parameter_name}.")
+            raise UserError(f"The optimizer state in {origin} is of another model: it has {parameter_name}.")
         parameter = parameters[parameter_name]
         if value.ndim and value.shape != parameter.shape:
-            raise UserError(f"The optimizer state in {where} has {name} of another shape than the model's.")
+            raise UserError(f"The optimizer state in {origin} has {name} of another shape than the model's.")
         optimizer.state[parameter][kind] = _laid_out_like(parameter, value)
 
 

@@ -288,17 +288,17 @@ class Engine:
                 f"cannot be with {size:,} samples and {epochs} epochs. It is damaged, or of other data."
             )
 
-    def take_over(self, snapshot: Snapshot, where: str) -> None:
+    def take_over(self, snapshot: Snapshot, origin: str) -> None:
         """Weights, moments, averages and scale; counters and positions start anew."""
-        checkpoint.load_weights(snapshot.tensors["model"], self.model, where)
+        checkpoint.load_weights(snapshot.tensors["model"], self.model, origin)
         kind = snapshot.state.get("optimizer")
-        checkpoint.load_optimizer(self.model, self.optimizer, snapshot.tensors["optimizer"], kind, where)
+        checkpoint.load_optimizer(self.model, self.optimizer, snapshot.tensors["optimizer"], kind, origin)
         if (average := self.stepper.average) is not None:
             saved = dict(snapshot.tensors.get("average", snapshot.tensors["model"]))
             average.updates.copy_(saved.pop("__updates__", torch.zeros(())))
             for name, value in average.weights.items():
                 if name not in saved or saved[name].shape != value.shape:
-                    raise UserError(f"The averaged weights in {where} are of another model: {name} does not fit.")
+                    raise UserError(f"The averaged weights in {origin} are of another model: {name} does not fit.")
                 value.copy_(saved[name])
         if (scale := self.stepper.scale) is not None and "scale" in snapshot.tensors:
             scale.scale.copy_(snapshot.tensors["scale"]["scale"])

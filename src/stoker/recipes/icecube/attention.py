@@ -42,7 +42,7 @@ class Bias:
     could not; knots lie 1 / `per_unit` apart, the middle one at zero, and the outermost values continue.
     """
 
-    where: Tensor  # (T, 4) x, y, z, and time as a length
+    spacetime: Tensor  # (T, 4) x, y, z, and time as a length
     table: Tensor  # (H, K)
     per_unit: float
 
@@ -57,8 +57,8 @@ def attend(qkv: Tensor, segments: Segments, bias: Bias | None = None) -> Tensor:
     if (fast := _kernels(qkv)) is None:
         query, key, value = qkv.unbind(1)
         return _plain_attention(query, key, value, segments.offsets, bias)
-    where, table, per_unit = (None, None, 1.0) if bias is None else (bias.where, bias.table, bias.per_unit)
-    return fast.attend(qkv, segments.start, segments.end, where, table, per_unit, segments.block)  # type: ignore[no-any-return]
+    spacetime, table, per_unit = (None, None, 1.0) if bias is None else (bias.spacetime, bias.table, bias.per_unit)
+    return fast.attend(qkv, segments.start, segments.end, spacetime, table, per_unit, segments.block)  # type: ignore[no-any-return]
 
 
 def segment_mean(values: Tensor, segments: Segments) -> Tensor:
@@ -123,8 +123,8 @@ def _padded_attention(query: Tensor, key: Tensor, value: Tensor, inside: Tensor,
 
 def _dense_bias(bias: Bias, index: Tensor) -> Tensor:
     """(S, H, width, width)"""
-    where = bias.where[index]
-    step = where[:, :, None] - where[:, None, :]
+    spacetime = bias.spacetime[index]
+    step = spacetime[:, :, None] - spacetime[:, None, :]
     square = step[..., 3].square() - step[..., :3].square().sum(-1)
     knots = bias.table.shape[1]
     root = square.sign() * square.abs().sqrt()

@@ -14,7 +14,7 @@ import torch
 
 from stoker import console
 from stoker.data.plan import MicroBatch
-from stoker.data.ragged import Array, Indices, Ragged, sample_of_row
+from stoker.data.ragged import Array, Indices, Ragged, sample_of_element
 from stoker.recipes.icecube import events
 from stoker.recipes.icecube.baselines import line_fit
 from stoker.recipes.icecube.batch import EventBatch, collate
@@ -64,7 +64,7 @@ def _stretches(num_events: int) -> Iterator[Indices]:
 
 def _of_pulses(pulses: Ragged) -> dict[str, Array]:
     count = np.diff(pulses.offsets)
-    auxiliary = np.bincount(sample_of_row(pulses.offsets), pulses.columns["auxiliary"], minlength=len(count))
+    auxiliary = np.bincount(sample_of_element(pulses.offsets), pulses.columns["auxiliary"], minlength=len(count))
     time = pulses.columns["time"]
     return {
         "pulses": count,

@@ -55,10 +55,10 @@ class DeepModel(nn.Module):
         inputs = self.inputs(batch)
         segments = Segments.of(batch.dom_offsets[batch.event_offsets], len(batch.time), LONG)
         place = self.inputs.xyz[batch.sensor][inputs.by_dom.number]
-        where = torch.cat([place, inputs.late[:, None] * LIGHT_M_PER_NS], -1)  # (P, 4)
+        spacetime = torch.cat([place, inputs.late[:, None] * LIGHT_M_PER_NS], -1)  # (P, 4)
         pulse = self.embedding(inputs)  # (P, C)
         for number, layer in enumerate(self.layers):
             table = self.tables[number] if number < len(self.tables) else None
-            bias = None if table is None else Bias(where, table, 1 / INTERVAL_STEP_M)
+            bias = None if table is None else Bias(spacetime, table, 1 / INTERVAL_STEP_M)
             pulse = layer(pulse, segments, bias)
         return self.head(segment_mean(self.norm(pulse), segments))  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from stoker.data.bad_samples import BadShard
 from stoker.data.locations import Location
 from stoker.data.pack import Packing, ShardContent
 from stoker.data.parquet import ParquetSource, as_array, named_if_damaged, open_parquet
-from stoker.data.ragged import Array, Indices, Ragged, offsets_of, range_indices, sample_of_row
+from stoker.data.ragged import Array, Indices, Ragged, offsets_of, range_indices, sample_of_element
 from stoker.data.samples import SampleTable
 from stoker.errors import UserError
 from stoker.recipes.icecube.batch import (
@@ -100,7 +100,7 @@ def _encode(path: Location, table: SampleTable, rows: Indices, *, on_grid: bool)
         take, offsets = range_indices(first[begin:end], count[begin:end])
         pulses = {name: column[take] for name, column in raw.items()}
         check_pulses(path.parents[1], table, Ragged(pulses, offsets, rows[begin:end]))
-        event = sample_of_row(offsets)
+        event = sample_of_element(offsets)
         order, is_first = group_by_dom(pulses["sensor_id"], event)
         flags = np.where(pulses["auxiliary"][order], AUXILIARY, 0) | np.where(is_first, FIRST_OF_DOM, 0)
         charge = pulses["charge"][order]

@@ -20,12 +20,12 @@ LOG2_E = math.log2(math.e)
 
 
 @triton.jit
-def _interval(where, row, col, row_inside, col_inside, knots: tl.constexpr, per_unit):
+def _interval(spacetime, row, col, row_inside, col_inside, knots: tl.constexpr, per_unit):
     """(M, N) place on the axis of knots of the signed space-time interval between tokens: time-like to the right."""
     square = tl.zeros([row.shape[0], col.shape[0]], tl.float32)
     for axis in tl.static_range(4):
-        a = tl.load(where + row.to(tl.int64) * 4 + axis, mask=row_inside, other=0.0)
-        b = tl.load(where + col.to(tl.int64) * 4 + axis, mask=col_inside, other=0.0)
+        a = tl.load(spacetime + row.to(tl.int64) * 4 + axis, mask=row_inside, other=0.0)
+        b = tl.load(spacetime + col.to(tl.int64) * 4 + axis, mask=col_inside, other=0.0)
         step = a[:, None] - b[None, :]
         if axis == 3:
             square += step * step
@@ -47,7 +47,7 @@ def _bias(place, table, knots: tl.constexpr):
 
 @triton.jit
 def _attend_kernel(
-    qkv, out, lse, start, end, where, table, num_tokens, scale, per_unit,
+    qkv, out, lse, start, end, spacetime, table, num_tokens, scale, per_unit,
     H: tl.constexpr, C: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KNOTS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
@@ -75,7 +75,7 @@ def _attend_kernel(
             value = tl.load(qkv + near + 2 * H * C, mask=there[:, None], other=0.0)
             score = tl.dot(query, tl.trans(key), input_precision=EXACT) * scale
             if KNOTS > 0:
-                place = _interval(where, row, col, inside, there, KNOTS, per_unit)
+                place = _interval(spacetime, row, col, inside, there, KNOTS, per_unit)
                 score += _bias(place, table + head * KNOTS, KNOTS) * 1.4426950408889634
             visible = (col[None, :] >= begin[:, None]) & (col[None, :] < stop[:, None])
             score = tl.where(visible, score, float("-inf"))
@@ -105,7 +105,7 @@ def _delta_kernel(out, d_out, delta, num_tokens, H: tl.constexpr, C: tl.constexp
 
 @triton.jit
 def _attend_backward_kernel(
-    qkv, d_out, lse, delta, d_qkv, d_table, start, end, where, table, num_tokens, scale, per_unit,
+    qkv, d_out, lse, delta, d_qkv, d_table, start, end, spacetime, table, num_tokens, scale, per_unit,
     H: tl.constexpr, C: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KNOTS: tl.constexpr, R: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -153,7 +153,7 @@ def _attend_backward_kernel(
             given = tl.dot(key, tl.trans(other_query), input_precision=EXACT) * scale
             place = tl.zeros([M, N], tl.float32)
             if KNOTS > 0:
-                place = _interval(where, row, col, inside, there, KNOTS, per_unit)
+                place = _interval(spacetime, row, col, inside, there, KNOTS, per_unit)
                 bias = _bias(place, table + head * KNOTS, KNOTS) * 1.4426950408889634
                 score += bias
                 given += bias  # the interval is the same seen from both ends
@@ -196,14 +196,14 @@ def _mean_kernel(values, offsets, out, num_channels, R: tl.constexpr, C: tl.cons
 
 @torch.library.custom_op("stoker::attend", mutates_args=())
 def _attend(
-    qkv: Tensor, start: Tensor, end: Tensor, where: Tensor | None, table: Tensor | None, per_unit: float, block: int
+    qkv: Tensor, start: Tensor, end: Tensor, spacetime: Tensor | None, table: Tensor | None, per_unit: float, block: int
 ) -> tuple[Tensor, Tensor]:
     tokens, _, heads, channels = qkv.shape
     out = qkv.new_empty(tokens, heads, channels)
     lse = qkv.new_empty(heads, tokens, dtype=torch.float32)
     if tokens:
         _attend_kernel[(triton.cdiv(tokens, block), heads)](
-            qkv, out, lse, start, end, where, table, tokens, LOG2_E / math.sqrt(channels), per_unit,
+            qkv, out, lse, start, end, spacetime, table, tokens, LOG2_E / math.sqrt(channels), per_unit,
             H=heads, C=channels, M=block, N=_tile(block), KNOTS=_knots(table), EXACT=_precision(qkv),
             num_warps=_warps(block),
         )  # fmt: skip
@@ -212,7 +212,7 @@ def _attend(
 
 @_attend.register_fake
 def _(
-    qkv: Tensor, start: Tensor, end: Tensor, where: Tensor | None, table: Tensor | None, per_unit: float, block: int
+    qkv: Tensor, start: Tensor, end: Tensor, spacetime: Tensor | None, table: Tensor | None, per_unit: float, block: int
 ) -> tuple[Tensor, Tensor]:
     tokens, _, heads, channels = qkv.shape
     return qkv.new_empty(tokens, heads, channels), qkv.new_empty(heads, tokens, dtype=torch.float32)
@@ -221,7 +221,7 @@ def _(
 @torch.library.custom_op("stoker::attend_backward", mutates_args=())
 def _attend_backward(
     d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, start: Tensor, end: Tensor,
-    where: Tensor | None, table: Tensor | None, per_unit: float, block: int,
+    spacetime: Tensor | None, table: Tensor | None, per_unit: float, block: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tokens, _, heads, channels = qkv.shape
     d_qkv, knots = torch.empty_like(qkv), _knots(table)
@@ -231,7 +231,7 @@ def _attend_backward(
         delta = torch.empty_like(lse)
         _delta_kernel[(triton.cdiv(tokens, 64), heads)](out, d_out, delta, tokens, H=heads, C=channels, M=64)
         _attend_backward_kernel[(triton.cdiv(tokens, block), heads)](
-            qkv, d_out, lse, delta, d_qkv, d_table, start, end, where, table, tokens,
+            qkv, d_out, lse, delta, d_qkv, d_table, start, end, spacetime, table, tokens,
             LOG2_E / math.sqrt(channels), per_unit,
             H=heads, C=channels, M=block, N=_tile(block), KNOTS=knots, R=triton.next_power_of_2(max(2, knots)),
             EXACT=_precision(qkv), num_warps=_warps(block),
@@ -242,20 +242,20 @@ def _attend_backward(
 @_attend_backward.register_fake
 def _(
     d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, start: Tensor, end: Tensor,
-    where: Tensor | None, table: Tensor | None, per_unit: float, block: int,
+    spacetime: Tensor | None, table: Tensor | None, per_unit: float, block: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     knots = _knots(table)
     return torch.empty_like(qkv), qkv.new_empty(qkv.shape[2] if knots else 0, knots, dtype=torch.float32)
 
 
 def _save_attend(ctx, inputs, output):
-    qkv, start, end, where, table, ctx.per_unit, ctx.block = inputs
-    ctx.save_for_backward(qkv, *output, start, end, where, table)
+    qkv, start, end, spacetime, table, ctx.per_unit, ctx.block = inputs
+    ctx.save_for_backward(qkv, *output, start, end, spacetime, table)
 
 
 def _attend_gradient(ctx, d_out, _):
-    qkv, out, lse, start, end, where, table = ctx.saved_tensors
-    d_qkv, d_table = _attend_backward(d_out, qkv, out, lse, start, end, where, table, ctx.per_unit, ctx.block)
+    qkv, out, lse, start, end, spacetime, table = ctx.saved_tensors
+    d_qkv, d_table = _attend_backward(d_out, qkv, out, lse, start, end, spacetime, table, ctx.per_unit, ctx.block)
     return d_qkv, None, None, None, None if table is None else d_table.to(table.dtype), None, None
 
 
@@ -291,10 +291,10 @@ _mean.register_autograd(_mean_gradient, setup_context=_save_mean)
 
 
 def attend(
-    qkv: Tensor, start: Tensor, end: Tensor, where: Tensor | None, table: Tensor | None, per_unit: float, block: int
+    qkv: Tensor, start: Tensor, end: Tensor, spacetime: Tensor | None, table: Tensor | None, per_unit: float, block: int
 ) -> Tensor:
     """(T, 3, H, C) -> (T, H, C); `start` and `end` (T,) int32 bound each token's segment."""
-    out: Tensor = _attend(qkv.contiguous(), start, end, where, table, per_unit, block)[0]
+    out: Tensor = _attend(qkv.contiguous(), start, end, spacetime, table, per_unit, block)[0]
     return out
 
 

@@ -21,12 +21,12 @@ from stoker.data.locations import Location
 from stoker.data.order import ExactOrder, Order, WindowOrder
 from stoker.data.parquet import ParquetSource
 from stoker.data.plan import MicroBatch
-from stoker.data.ragged import Array, Indices, Ragged, offsets_of, sample_of_row
+from stoker.data.ragged import Array, Indices, Ragged, offsets_of, sample_of_element
 from stoker.data.samples import SampleTable, Subset, block_positions
 from stoker.data.source import EpochOrder, Source
 from stoker.data.stages import Stage
 from stoker.data.store import PackedStore
-from stoker.data.thin import kept_rows, thin
+from stoker.data.thin import kept_elements, thin
 from stoker.data.window import WindowSource
 from stoker.errors import UserError
 from stoker.recipes.icecube import events
@@ -220,7 +220,7 @@ def _thin(table: SampleTable, most: int, pulses: Pulses) -> Pulses:
     if pulses.doms is None or kept is before:
         return Pulses(micro, kept, pulses.doms)
     # The first pulse of a DOM may be gone: marked anew.
-    event = sample_of_row(kept.offsets)
+    event = sample_of_element(kept.offsets)
     is_first = begins_dom(event, kept.columns["sensor"])
     flags = (kept.columns["flags"] & AUXILIARY) | np.where(is_first, FIRST_OF_DOM, 0).astype(np.uint8)
     doms = np.bincount(event[is_first], minlength=len(kept.rows))
@@ -274,7 +274,7 @@ class ResidentEvents:
         for event in np.flatnonzero(count > most):
             last[offsets[event] : offsets[event + 1]] = flags[first[event] : first[event] + count[event]] & AUXILIARY
         ids = np.asarray(self.table.columns["id"][micro.rows])
-        return kept_rows(offsets, most, ids, micro.seed, micro.epoch, last)
+        return kept_elements(offsets, most, ids, micro.seed, micro.epoch, last)
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,17 @@ class ClassMap:
     def __len__(self) -> int:
         return len(self.names)
 
-    def check(self, other: Mapping[str, int], where: str) -> None:
+    def check(self, other: Mapping[str, int], origin: str) -> None:
         """Refuses classes (name -> number of images) that are not these, with both lists."""
         known = set(self.names)
         missing = [name for name in self.names if not other.get(name)]
         extra = [name for name, count in other.items() if name not in known and count]
         if missing or extra:
-            parts = [f"{where} and the training set do not have the same classes."]
-            parts += [f"Only in training, or empty in {where}: {listed(missing)}."] if missing else []
-            parts += [f"Only in {where}: {listed(extra)}."] if extra else []
+            parts = [f"{origin} and the training set do not have the same classes."]
+            parts += [f"Only in training, or empty in {origin}: {listed(missing)}."] if missing else []
+            parts += [f"Only in {origin}: {listed(extra)}."] if extra else []
             parts.append(
-                f"Training has {len(self)}: {listed(self.names)}. {where} has {len(other)}: {listed(list(other))}."
+                f"Training has {len(self)}: {listed(self.names)}. {origin} has {len(other)}: {listed(list(other))}."
             )
             raise UserError(" ".join(parts))
 
@@ -47,13 +47,13 @@ class ClassMap:
         return np.array([here.get(name, -1) for name in old.names], np.int64)
 
 
-def class_map(counts: Mapping[str, int], where: str) -> ClassMap:
+def class_map(counts: Mapping[str, int], origin: str) -> ClassMap:
     """From the training set's classes and numbers of images; an empty class is an error."""
     empty = [name for name, count in counts.items() if not count]
     if empty:
-        raise UserError(f"{where} has classes without a single image: {listed(empty)}. Remove them, or fill them.")
+        raise UserError(f"{origin} has classes without a single image: {listed(empty)}. Remove them, or fill them.")
     if len(counts) < 2:
-        raise UserError(f"{where} has {len(counts)} class(es), and telling classes apart needs at least two.")
+        raise UserError(f"{origin} has {len(counts)} class(es), and telling classes apart needs at least two.")
     return ClassMap(tuple(sorted(counts)))
 
 

@@ -1,0 +1,59 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from stoker.data.locations import identity, is_file, is_folder, list_folder, open_local, read, read_range, stat
+from stoker.errors import UserError
+from stoker.launch.targets import resolve_target
+
+OPENS_DATA = ("data/parquet.py", "data/window.py", "data/store.py", "recipes/icecube/table.py",
+              "recipes/icecube/events.py", "recipes/icecube/sources.py", "recipes/imagenet/sources.py")  # fmt: skip
+
+
+def test_bytes_and_ranges(tmp_path: Path) -> None:
+    file = tmp_path / "a.bin"
+    file.write_bytes(bytes(range(100)))
+    assert read(file) == bytes(range(100))
+    assert read_range(file, 10, 5) == bytes(range(10, 15))
+    assert read_range(file, 95, 50) == bytes(range(95, 100))
+    assert read_range(file, 200, 5) == b""
+    found = stat(file)
+    assert found is not None
+    assert (found.size, found.is_folder, found.is_plain) == (100, False, True)
+    assert stat(tmp_path / "absent") is None
+    assert stat(file / "below") is None
+    assert (is_file(file), is_folder(file), is_folder(tmp_path)) == (True, False, True)
+    assert open_local(file) == file
+
+
+def test_a_folder_is_listed_by_name_without_links_that_lead_nowhere(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "lost").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert list(list_folder(tmp_path)) == ["a", "b", "c", "link"]
+    assert identity(tmp_path / "link") == identity(tmp_path / "a")
+
+
+def test_pipes_are_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="no plain file"):
+        read(tmp_path / "pipe")
+    with pytest.raises(UserError, match="no plain file"):
+        open_local(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/set", "https://host/set"])
+def test_a_url_is_refused_by_name(url: str) -> None:
+    for recipe in ("icecube", "imagenet"):
+        with pytest.raises(UserError, match=f"{url} is a URL"):
+            resolve_target(recipe, ["--data.path", url])
+
+
+@pytest.mark.parametrize("name", OPENS_DATA)
+def test_what_opens_data_reads_through_locations_only(name: str) -> None:
+    source = (Path(__file__).parents[2] / "src" / "stoker" / name).read_text()
+    for word in (".read_bytes(", ".read_text(", ".glob(", ".iterdir(", "os.scandir", "os.walk", ".exists("):
+        assert word not in source, word
