@@ -210,8 +210,8 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise ValueError("state.json is not the state of a run") from None
     except ValidationError as error:
         problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise ValueError(f"state.json is not the state of a run: {origin}: {problem['msg']}") from None
+        key = ".".join(map(str, problem["loc"]))
+        raise ValueError(f"state.json is not the state of a run: {key}: {problem['msg']}") from None
     if version != VERSION:
         raise ValueError(f"it has format {version}, and this version reads format {VERSION}")
     return state
