@@ -204,7 +204,7 @@ def test_mistakes_are_named(stoker: Stoker) -> None:
     for words, part in (
         (("train", "imagenet", "--model.name", "resnet5000"), "timm has no model"),
         (("train", "imagenet", "--data.path", "absent"), "does not exist"),
-        (("pack", "icecube", "absent", "out", "--short-side", "64"), "is for images"),
+        (("pack", "icecube", "absent", "out", "--short-side", "64"), "Unrecognized options: --short-side"),
         (("pack", "imagenet", "absent", "out", "--keep", "--short-side", "64"), "Use one or the other"),
         (("pack", "imagenet", "absent", "out", "--threads", "0"), "at least one is needed"),
         (("predict", "absent"), "absent"),

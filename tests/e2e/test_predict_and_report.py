@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -95,20 +96,20 @@ def test_a_prediction_that_was_stopped_goes_on(run: Path, events_dir: Path, monk
 
     monkeypatch.chdir(run.parent)
     monkeypatch.setattr(prediction, "PART_EVENTS", 100)
-    whole = prediction._predict_part
+    whole = prediction._directions
     done: list[int] = []
 
-    def stops_at_three(model: object, source: object, part: int, bar: object) -> bytes:
+    def stops_at_three(model: Any, data: Any, first: int, *rest: Any) -> Any:
         if len(done) == 3:
             raise KeyboardInterrupt
-        done.append(part)
-        return whole(model, source, part, bar)  # type: ignore[arg-type]
+        done.append(first)
+        return whole(model, data, first, *rest)
 
-    monkeypatch.setattr(prediction, "_predict_part", stops_at_three)
+    monkeypatch.setattr(prediction, "_directions", stops_at_three)
     words = (run, events_dir, Path("out.csv"), "last", "auto", ["--run.device", "cpu"])
     with pytest.raises(KeyboardInterrupt):
         commands.predict(*words)
     assert not Path("out.csv").exists()
-    monkeypatch.setattr(prediction, "_predict_part", whole)
+    monkeypatch.setattr(prediction, "_directions", whole)
     assert commands.predict(*words)["predicted_now"] == 300
     assert len(Path("out.csv").read_text().splitlines()) == 601

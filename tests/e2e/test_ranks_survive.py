@@ -69,7 +69,7 @@ def build_task(run, facts):
     task = ICECUBE.build_task(run, facts)
     losses, seen = task.losses, []
     def some_bad(prediction, batch):
-        seen.append(1)
+        seen.extend([1] * task.model.training)
         found = losses(prediction, batch)
         return found * float('nan') if RANK == {rank} and len(seen) == 4 else found
     task.losses = some_bad

@@ -30,30 +30,30 @@ JOIN_S = 5.0
 NICE = 10  # they give way to the thread that feeds the GPU, and work as fast where a core is free
 _OURS: set[Connection] = set()  # the parent's ends of all pipes
 
-# A task in a process: (argument, room for its result) -> (result, bytes used of the room).
-Task = Callable[[Any, memoryview], tuple[R, int]]
+# Work of a process: (argument, room for its result) -> (result, bytes used of the room).
+Work = Callable[[Any, memoryview], tuple[R, int]]
 
 
 class Processes(Generic[R]):
     """`count` processes, each with `num_bytes` of memory shared with us. Forked here: make it before threads and CUDA.
 
-    A helper does the same task in the calling thread, with other means such as a GPU: one thread at a time is let in, and
+    A helper does the same work in the calling thread, with other means such as a GPU: one thread at a time is let in, and
     only when no process is free. So the work is shared at the rates at which the two get it done.
     """
 
-    def __init__(self, task: Task[R], count: int, num_bytes: int, helper: "Helper[R] | None" = None) -> None:
+    def __init__(self, work: Work[R], count: int, num_bytes: int, helper: "Helper[R] | None" = None) -> None:
         self._free: queue.SimpleQueue[_Process[R]] = queue.SimpleQueue()
         self._helper = helper
         self._all: list[_Process[R]] = []
         for _ in range(count):
-            process = _Process(task, num_bytes)
+            process = _Process(work, num_bytes)
             self._all.append(process)
             self._free.put(process)
         # Before multiprocessing's own handler, which would send a signal that they ignore, and wait.
         atexit.register(self.close)
 
     def run(self, arguments: Sequence[Any], take: Callable[[R, memoryview], T], *, helped: bool = False) -> list[T]:
-        """Runs the task for each argument, in as many processes as are free, and gives the answers in order.
+        """Does the work for each argument, in as many processes as are free, and gives the answers in order.
 
         `take` gets a result, and must copy what it wants of the shared memory. Safe to call from many threads: whoever waits
         for a process either has answers of its own to collect first, or holds none.
@@ -99,14 +99,14 @@ class Processes(Generic[R]):
 
 
 class _Process(Generic[R]):
-    def __init__(self, task: Task[R], num_bytes: int) -> None:
+    def __init__(self, work: Work[R], num_bytes: int) -> None:
         # Anonymous and shared: only the pages that are written take memory.
         self.room = memoryview(mmap.mmap(-1, num_bytes))
         self.ours, theirs = mp.Pipe()
         self._asked = False
         _OURS.add(self.ours)
         context = mp.get_context("fork")
-        self._process = context.Process(target=_serve, args=(task, theirs, self.room), daemon=True)
+        self._process = context.Process(target=_serve, args=(work, theirs, self.room), daemon=True)
         with warnings.catch_warnings():
             # Python warns of forking beside threads. Ours take no locks that others may hold: they read, decode, copy.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -153,12 +153,12 @@ class Helper(Generic[R]):
 
     room = memoryview(b"")
 
-    def __init__(self, task: Callable[[Any], R], is_ready: Callable[[], bool]) -> None:
-        self._task, self.is_ready, self.lock = task, is_ready, threading.Lock()
+    def __init__(self, work: Callable[[Any], R], is_ready: Callable[[], bool]) -> None:
+        self._work, self.is_ready, self.lock = work, is_ready, threading.Lock()
         self._answer: R | None = None
 
     def ask(self, argument: Any) -> None:
-        self._answer = self._task(argument)
+        self._answer = self._work(argument)
 
     def answer(self) -> tuple[R, int]:
         answer, self._answer = self._answer, None
@@ -168,7 +168,7 @@ class Helper(Generic[R]):
         self._answer = None
 
 
-def _serve(task: Task[Any], pipe: Connection, room: memoryview) -> None:
+def _serve(work: Work[Any], pipe: Connection, room: memoryview) -> None:
     """The life of a process: answers until nobody asks any more."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(NICE)
@@ -183,7 +183,7 @@ def _serve(task: Task[Any], pipe: Connection, room: memoryview) -> None:
         except (EOFError, OSError):
             return
         try:
-            answer = (True, task(argument, room))
+            answer = (True, work(argument, room))
         except Exception as error:
             answer = (False, error)  # type: ignore[assignment]
         try:
