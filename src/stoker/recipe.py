@@ -31,7 +31,7 @@ class RunSettings:
 class RunConfig:
     """Everything a run depends on. `data` and `model` are the recipe's own types."""
 
-    recipe: str  # name of a built-in recipe, or module:attribute
+    recipe: str = ""  # name of a built-in recipe, or module:attribute; filled in when it is looked up
     run: RunSettings = RunSettings()
     data: Any
     model: Any
@@ -70,6 +70,8 @@ class Recipe:
     report: Callable[[Trained, Run, Path], Mapping[str, Any]] | None = None
     # Answers for a data set (data.path of the model's configuration), written to a file; returns what to tell.
     predict: Callable[[Trained, Path | None], Mapping[str, Any]] | None = None
+    # Samples as a user has them to a batch on the host, for `stoker.load_run(...)(samples)`.
+    prepare: Callable[[RunConfig, Any], Any] | None = None
     # The model as one file, with its check: (model, output, samples to check with).
     export: Callable[[Trained, Path, Path | None], Mapping[str, Any]] | None = None
     # Makes a packed copy of a data set; returns what to tell.

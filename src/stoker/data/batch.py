@@ -66,17 +66,20 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same structure with every tensor changed; what is neither a tensor nor holds any stays as it is."""
-    if isinstance(value, Tensor):
-        return change(value)
+    return map_leaves(value, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same structure with everything changed that is no dataclass, dict, list or tuple itself."""
     if _is_dataclass(value):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{name: map_tensors(getattr(value, name), change) for name in fields})
+        return dataclasses.replace(value, **{name: map_leaves(getattr(value, name), change) for name in fields})
     if isinstance(value, dict):
-        return {key: map_tensors(item, change) for key, item in value.items()}
+        return {key: map_leaves(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [map_tensors(item, change) for item in value]
+        items = [map_leaves(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return change(value)
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

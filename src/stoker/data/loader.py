@@ -76,7 +76,7 @@ class Loader:
     ) -> None:
         self.plan, self.times = plan, StageTimes([stage.name for stage in stages])
         self._stages, self._config, self._files_of = tuple(stages), config, files_of
-        self._rank, self._num_ranks = rank, num_ranks
+        self.rank, self.num_ranks = rank, num_ranks
         self._num_epochs = num_epochs
         self._position = Position(seed)
         self._bytes_per_cost = bytes_per_cost
@@ -97,7 +97,7 @@ class Loader:
     def steps(self, position: Position, num_epochs: int | None = None) -> Iterator[Step]:
         """Steps from `position` on, with their batches. Closing the iterator stops the threads."""
         ahead: deque[tuple[Step, list[Job[Any]]]] = deque()
-        planned = self.plan.steps(position, num_epochs, rank=self._rank, num_ranks=self._num_ranks)
+        planned = self.plan.steps(position, num_epochs, rank=self.rank, num_ranks=self.num_ranks)
         with Workers(self._config.num_threads, "loader") as workers:
             budget = _Budget(self._room, self._config.look_ahead)
             coming = next(planned, None)

@@ -30,8 +30,11 @@ class Target:
     module: trust.Module | None = None  # of a recipe of one's own
 
 
-def resolve_target(target: str, overrides: list[str], *, trusted: bool = False) -> Target:
-    """TARGET is `recipe`, `recipe:preset`, `file.yaml`, `module:attribute` or `module:attribute:preset`."""
+def resolve_target(target: str, overrides: list[str], *, trusted: bool = False, recipe: Recipe | None = None) -> Target:
+    """TARGET is `recipe`, `recipe:preset`, `file.yaml`, `module:attribute` or `module:attribute:preset`.
+
+    `recipe`: one that is in hand already, instead of the one that is named.
+    """
     layers, file = [], None
     if target.endswith((".yaml", ".yml")):
         file = Path(target)
@@ -42,7 +45,11 @@ def resolve_target(target: str, overrides: list[str], *, trusted: bool = False) 
         layers.append(Layer(f"the file {target}", values))
     else:
         base = target
-    recipe, preset, module = find_recipe(base, file, trusted=trusted)
+    if recipe is None:
+        recipe, preset, module = find_recipe(base, file, trusted=trusted)
+    else:
+        preset, module = _preset(recipe, base.rpartition(":")[2]), None
+        base = recipe.name
     layers.append(Layer(COMMAND_LINE, settings.parse_overrides(overrides)))
     config, origins = settings.resolve(recipe.presets[preset](), layers)
     for key, why in settings.without_effect(config).items():
@@ -59,8 +66,8 @@ def names_recipe(word: str) -> bool:
 
 
 def _without_preset(words: str) -> str:
-    name, _, rest = words.partition(":")
-    return name if name in BUILT_IN else f"{name}:{rest.partition(':')[0]}"
+    name, colon, rest = words.partition(":")
+    return name if name in BUILT_IN or not colon else f"{name}:{rest.partition(':')[0]}"
 
 
 def find_recipe(words: str, file: Path | None = None, *, trusted: bool = True) -> tuple[Recipe, str, Any]:
@@ -81,16 +88,24 @@ def find_recipe(words: str, file: Path | None = None, *, trusted: bool = True) -
             trust.check_trusted(words, module, str(file))
         recipe, preset = _import(":".join(parts[:2]), module), parts[2] if len(parts) == 3 else ""
         trust.remember(module)
-    preset = preset or next(iter(recipe.presets))
-    if preset not in recipe.presets:
-        raise UserError(f"The recipe {recipe.name} has no preset {preset!r}; it has {', '.join(recipe.presets)}.")
-    return recipe, preset, module
+    return recipe, _preset(recipe, preset), module
+
+
+def _preset(recipe: Recipe, name: str) -> str:
+    """The name of a preset, or of the first where none is given."""
+    name = name or next(iter(recipe.presets))
+    if name not in recipe.presets:
+        raise UserError(f"The recipe {recipe.name} has no preset {name!r}; it has {', '.join(recipe.presets)}.")
+    return name
 
 
 def _located(config: RunConfig) -> RunConfig:
     """With the place that a relative data.path means here: the run may be used from another directory later."""
     path = getattr(config.data, "path", None)
-    return config if path is None else replace(config, data=replace(config.data, path=path.expanduser().absolute()))
+    if path is None:
+        return config
+    there = Path(path).expanduser().absolute()
+    return replace(config, data=replace(config.data, path=type(path)(there)))
 
 
 def _import(words: str, module: trust.Module | None = None) -> Recipe:

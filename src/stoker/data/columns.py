@@ -1,0 +1,184 @@
+"""Anybody's Parquet files as samples: packed once into the cache, then read at random places at full speed.
+
+A row is a sample, whose list columns are ragged and have one length a row; or, with `sample`, neighbouring rows with the
+same value in that column are a sample. Columns of plain numbers become labels.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from stoker import console
+from stoker.data.cache import cache_folder, cache_lock
+from stoker.data.loader import LoaderConfig
+from stoker.data.locations import Location, is_folder, list_folder, stat
+from stoker.data.own import Samples, store_samples
+from stoker.data.pack import Packing, ShardContent, pack
+from stoker.data.parquet import as_array, named_if_damaged, open_parquet
+from stoker.data.ragged import Array, Indices, offsets_of
+from stoker.data.samples import SampleTable, new_table, open_table
+from stoker.data.store import PackedStore, is_store, open_store
+from stoker.errors import UserError
+
+VERSION = 1  # of what is made of the files
+
+
+def from_parquet(path: Location | str, columns: Sequence[str] | None = None, *, sample: str | None = None) -> Samples:
+    """The samples of a Parquet file, or of all files of a folder in the order of their names; all columns of numbers, or
+    those that are named."""
+    root = Location(path)
+    files = _files(root)
+    layout = _layout(root / files[0] if is_folder(root) else root, columns, sample)
+    digest = hashlib.sha256(f"{VERSION} {layout}".encode())
+    for name in files:
+        found = stat(root / name if is_folder(root) else root)
+        assert found is not None, "listed a moment ago"
+        digest.update(f"{name} {found.size} {found.written}\n".encode())
+    folder = cache_folder() / "packed" / f"parquet-{digest.hexdigest()[:16]}"
+    with cache_lock(folder, f"Another process packs {root}: waiting for it."):
+        store = open_store(folder) if is_store(folder) else _pack(root, files, layout, folder, digest.hexdigest())
+    return store_samples(store, list(layout.labels))
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Types of the columns: `ragged` have many values a sample, `labels` one."""
+
+    ragged: dict[str, str]
+    labels: dict[str, str]
+    sample: str | None  # column whose neighbouring equal values are a sample; None: a row is one
+
+
+def _files(root: Location) -> list[str]:
+    if not is_folder(root):
+        if stat(root) is None:
+            raise UserError(f"There is no file and no folder {root}.")
+        return [root.name]
+    names = [name for name, found in list_folder(root).items() if name.endswith(".parquet") and not found.is_folder]
+    if not names:
+        raise UserError(f"{root} holds no .parquet files.")
+    return names
+
+
+def _layout(first: Location, columns: Sequence[str] | None, sample: str | None) -> _Layout:
+    schema = open_parquet(first, [*(columns or ()), *([sample] if sample else [])]).schema_arrow
+    ragged: dict[str, str] = {}
+    labels: dict[str, str] = {}
+    for name in columns or schema.names:
+        kind = schema.field(name).type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        value = kind.value_type if is_list else kind
+        if not (pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)):
+            if columns is not None:
+                raise UserError(f"The column {name} of {first} holds {kind}; numbers, or lists of them, can be used.")
+            console.say(f"{first}: the column {name} holds {kind} and is left out.")
+            continue
+        if is_list and sample is not None:
+            raise UserError(
+                f"The column {name} of {first} is a list, and with sample={sample!r} each row is one value."
+            )
+        dtype = np.dtype(value.to_pandas_dtype()).str
+        if name == sample:
+            labels[name] = dtype
+        elif is_list or sample is not None:
+            ragged[name] = dtype
+        else:
+            labels[name] = dtype
+    if not ragged:
+        raise UserError(
+            f"{first} has no column of lists: name the column whose equal values are a sample "
+            f"(stoker.from_parquet({str(first)!r}, sample='id')), or read plain columns into stoker.from_arrays(...)."
+        )
+    reserved = {"rows", "offsets", "shard", "first", "count", "id"} & {*ragged, *labels}
+    if sample is not None:
+        reserved -= {sample}
+    if reserved:
+        raise UserError(f"The column {min(reserved)} of {first} has a name that batches use themselves: rename it.")
+    return _Layout(ragged, labels, sample)
+
+
+@dataclass(frozen=True)
+class _File:
+    counts: Indices
+    labels: dict[str, Array]
+    ragged: dict[str, Array]
+
+
+def _read(path: Location, layout: _Layout, *, values: bool) -> _File:
+    """One file; without `values` only what tells samples apart."""
+    names = [*layout.labels, *layout.ragged]
+    with named_if_damaged(path):
+        table = open_parquet(path, names).read(columns=names, use_threads=False)
+    labels = {name: as_array([table.column(name)], kind, name, path) for name, kind in layout.labels.items()}
+    if layout.sample is not None:
+        ids = labels[layout.sample]
+        begins = np.flatnonzero(np.append(True, ids[1:] != ids[:-1])) if len(ids) else np.zeros(0, np.int64)
+        counts = np.diff(np.append(begins, len(ids)))
+        if len(np.unique(ids[begins])) != len(begins):
+            raise UserError(f"{path}: rows of one {layout.sample} do not stand together. Sort the file by it.")
+        found = {name: as_array([table.column(name)], kind, name, path) for name, kind in layout.ragged.items()}
+        return _File(counts, {layout.sample: ids[begins]}, found if values else {})
+    lists = {name: table.column(name).combine_chunks() for name in layout.ragged}
+    lengths = {name: _lengths(column, name, path) for name, column in lists.items()}
+    first = next(iter(lengths))
+    for name, counts in lengths.items():
+        if (counts != lengths[first]).any():
+            row = int(np.flatnonzero(counts != lengths[first])[0])
+            raise UserError(
+                f"{path}: in row {row} the list {name} has {counts[row]} values and {first} has {lengths[first][row]}."
+            )
+    flat = {
+        name: as_array([pa.chunked_array([lists[name].flatten()])], kind, name, path)
+        for name, kind in (layout.ragged if values else {}).items()
+    }
+    return _File(lengths[first], labels, flat)
+
+
+def _lengths(column: Any, name: str, path: Location) -> Indices:
+    if column.null_count:
+        raise UserError(f"{path}: the column {name} has {column.null_count:,} empty values where each must be a list.")
+    lengths: Indices = column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+    return lengths
+
+
+def _pack(root: Location, files: list[str], layout: _Layout, folder: Any, fingerprint: str) -> PackedStore:
+    paths = [root / name if is_folder(root) else root for name in files]
+    console.say(f"Packing {root} into {folder}, once.")
+    kinds = {name: np.dtype(kind) for name, kind in layout.labels.items()}
+    scanned = list(_scanned(paths, layout))
+    size = sum(len(one.counts) for one in scanned)
+    if not size:
+        raise UserError(f"{root} holds no samples.")
+    listing = folder.with_name(f"{folder.name}.table")
+    with new_table(listing, size, kinds, files, fingerprint) as writer:
+        number = 0
+        for shard, one in enumerate(scanned):
+            count = len(one.counts)
+            places = {"shard": np.full(count, shard), "first": offsets_of(one.counts)[:-1], "count": one.counts}
+            writer.append({**places, "id": np.arange(number, number + count), **one.labels})
+            number += count
+    table = open_table(listing)
+    assert table is not None, "just written"
+
+    def read_shard(shard: int, rows: Indices) -> ShardContent:
+        return ShardContent(_read(paths[shard], layout, values=True).ragged)
+
+    return _packed(folder, table, layout, read_shard)
+
+
+def _packed(folder: Any, table: SampleTable, layout: _Layout, read_shard: Any) -> PackedStore:
+    threads = LoaderConfig().num_threads
+    store = pack(folder, Packing(table, dict(layout.ragged), read_shard, extra={"recipe": "parquet"}), threads=threads)
+    assert store is not None, "one process packs all of it"
+    return store
+
+
+def _scanned(paths: list[Location], layout: _Layout) -> Iterator[_File]:
+    with console.progress("look at files", len(paths), "files") as bar:
+        for path in paths:
+            yield _read(path, layout, values=False)
+            bar.advance()

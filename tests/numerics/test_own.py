@@ -1,0 +1,232 @@
+"""Other people's data: every kind of samples, exact, resumable, with their own labels."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import stoker
+from stoker.errors import UserError
+
+DICE = np.random.default_rng(0)
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, number: int) -> Any:
+        return torch.full((3,), float(number)), number
+
+
+class Named(Numbers):
+    def __getitem__(self, number: int) -> Any:
+        return {"x": np.ones(2) * number, "name": f"sample {number}"}
+
+
+class Several(Numbers):
+    """As Hugging Face's datasets: many at a time."""
+
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        return [{"x": number} for number in numbers]
+
+    def __getitem__(self, number: int) -> Any:
+        raise AssertionError("one at a time")
+
+
+def rows(loader: Any) -> list[list[int]]:
+    return [batch["rows"].tolist() for batch in loader]
+
+
+def test_arrays_come_with_their_labels_ragged_ones_too() -> None:
+    waves = [DICE.normal(size=size) for size in DICE.integers(0, 9, 100)]
+    samples = stoker.from_arrays(x=DICE.normal(size=(100, 3)), y=np.arange(100), wave=waves)
+    loader = samples.loader(16, threads=2)
+    assert len(loader) == 7
+    seen = []
+    for batch in loader:
+        assert torch.equal(batch["y"], batch["rows"])
+        for place, row in enumerate(batch["rows"].tolist()):
+            begin, end = batch["wave_offsets"][place : place + 2]
+            assert np.array_equal(batch["wave"][begin:end].numpy(), waves[row])
+        seen += batch["rows"].tolist()
+    assert sorted(seen) == list(range(100))
+
+
+def test_an_epoch_is_a_for_and_a_position_is_where_it_goes_on() -> None:
+    samples = stoker.from_arrays(x=np.arange(100))
+    loader = samples.loader(16, seed=3)
+    first, second = rows(loader), rows(loader)
+    assert first != second
+    again = samples.loader(16, seed=3)
+    steps = iter(again)
+    head = [next(steps)["rows"].tolist() for _ in range(3)]
+    state = again.state_dict()
+    assert head == first[:3]
+    other = samples.loader(16, seed=3, threads=1, look_ahead=2)
+    other.load_state_dict(state)
+    assert rows(other) == first[3:]
+    assert rows(other) == second
+    assert rows(again) == second  # an epoch that was left half-way is over
+    assert rows(samples.loader(16, shuffle=False)) == rows(samples.loader(16, shuffle=False, seed=9))
+    shares = [samples.loader(16, seed=3, rank=rank, num_ranks=3) for rank in range(3)]
+    together = [sorted(sum(step, [])) for step in zip(*map(rows, shares), strict=True)]
+    assert together == [sorted(step) for step in first]
+
+
+def test_steps_by_cost_are_counted_as_they_come() -> None:
+    samples = stoker.from_arrays(x=[np.ones(size) for size in DICE.integers(1, 30, 200)])
+    loader = samples.loader(batch_cost=200, micro_cost=100, sample_cost=30)
+    assert len(loader) == len(rows(loader)) > 10
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_dataset_gives_what_its_collate_gives(processes: int) -> None:
+    seen = []
+    for x, label in stoker.from_dataset(Numbers(), processes=processes).loader(8):
+        assert torch.equal(x[:, 0].long(), label)
+        seen += label.tolist()
+    assert sorted(seen) == list(range(50))
+    for batch in stoker.from_dataset(Named(), processes=processes).loader(8):
+        assert batch["name"] == [f"sample {row}" for row in batch["rows"].tolist()]
+        assert batch["x"][:, 0].tolist() == batch["rows"].tolist()
+    for batch in stoker.from_dataset(Several(), processes=processes).loader(8):
+        assert torch.equal(batch["x"], batch["rows"])
+
+
+def test_an_answer_larger_than_the_shared_memory_comes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.data.own.ROOM_BYTES", 64)
+    for x, label in stoker.from_dataset(Numbers(), processes=1).loader(10):
+        assert torch.equal(x[:, 2].long(), label)
+
+
+def test_an_error_of_a_dataset_names_the_samples() -> None:
+    class Breaks(Numbers):
+        def __getitem__(self, number: int) -> Any:
+            raise ValueError("no such file")
+
+    for processes in (0, 1):
+        with pytest.raises(RuntimeError, match="ValueError while loading samples .*: no such file"):
+            next(iter(stoker.from_dataset(Breaks(), processes=processes).loader(4)))
+
+
+def test_files_are_samples(tmp_path: Path) -> None:
+    for number in range(20):
+        folder = tmp_path / ("a" if number < 10 else "b")
+        folder.mkdir(exist_ok=True)
+        (folder / f"{number:02d}.txt").write_text(str(number))
+    (tmp_path / ".hidden").write_text("no")
+    samples = stoker.from_files(tmp_path, lambda path: {"value": int(path.read_text())}, endings=(".txt",))
+    for batch in samples.loader(6):
+        assert torch.equal(batch["value"], batch["rows"])
+    with pytest.raises(UserError, match="holds no files"):
+        stoker.from_files(tmp_path, len, endings=(".png",))
+
+
+def write_lists(path: Path, sizes: Any, **more: Any) -> None:
+    lists = {name: [DICE.normal(size=size).astype(np.float32) for size in sizes] for name in ("time", "height")}
+    pq.write_table(pa.table({**lists, "size": np.asarray(sizes, np.int16), **more}), path, row_group_size=7)
+
+
+def test_lists_in_parquet_are_ragged_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(3):
+        write_lists(tmp_path / f"{number}.parquet", DICE.integers(0, 12, 30), word=["a"] * 30)
+    samples = stoker.from_parquet(tmp_path)
+    assert "column word holds string" in capsys.readouterr().err
+    assert "Packing" not in capsys.readouterr().err
+    tables = [pq.read_table(tmp_path / f"{number}.parquet").to_pylist() for number in range(3)]
+    listed = [row for table in tables for row in table]
+    for batch in samples.loader(16):
+        assert batch["offsets"].diff().tolist() == batch["size"].tolist()
+        for place, row in enumerate(batch["rows"].tolist()):
+            begin, end = batch["offsets"][place : place + 2]
+            assert batch["height"][begin:end].tolist() == listed[row]["height"]
+    stoker.from_parquet(tmp_path)
+    assert "Packing" not in capsys.readouterr().err  # once
+
+
+def test_rows_with_one_id_are_a_sample(tmp_path: Path) -> None:
+    event = np.repeat(np.arange(40), DICE.integers(1, 6, 40))
+    pq.write_table(pa.table({"event": event, "t": np.arange(len(event)).astype(float)}), tmp_path / "long.parquet")
+    for batch in stoker.from_parquet(tmp_path / "long.parquet", sample="event").loader(7):
+        for place, row in enumerate(batch["rows"].tolist()):
+            begin, end = batch["offsets"][place : place + 2]
+            assert batch["event"][place] == row
+            assert batch["t"][begin:end].tolist() == np.flatnonzero(event == row).tolist()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder: stoker.from_parquet(folder / "absent"), "no file and no folder"),
+        (lambda folder: stoker.from_parquet(folder), "holds no .parquet"),
+        (lambda folder: stoker.from_arrays(x=np.ones(3), y=np.ones(4)), "different numbers of samples"),
+        (lambda folder: stoker.from_arrays(x=np.array(["a"])), "array of numbers"),
+        (lambda folder: stoker.from_arrays(x=np.ones(0)), "no samples"),
+        (lambda folder: stoker.from_arrays(), "at least one column"),
+        (lambda folder: stoker.from_arrays(x=np.ones(3)).loader(), "batch_size or by batch_cost"),
+        (lambda folder: stoker.from_arrays(x=np.ones(3)).run_data(validation=0.001), "both are needed"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, make: Any, said: str) -> None:
+    with pytest.raises((UserError, ValueError), match=said):
+        make(tmp_path)
+
+
+def test_parquet_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"x": [1, 2]}), file)
+    with pytest.raises(UserError, match="no column of lists"):
+        stoker.from_parquet(file)
+    pq.write_table(pa.table({"x": [[1], [2, 3]], "y": [[1], [2]]}), file)
+    with pytest.raises(UserError, match="in row 1 the list y has 1 values and x has 2"):
+        stoker.from_parquet(file)
+    pq.write_table(pa.table({"x": [[1], None]}), file)
+    with pytest.raises(UserError, match="empty values"):
+        stoker.from_parquet(file)
+    pq.write_table(pa.table({"x": [[1]], "rows": [1]}), file)
+    with pytest.raises(UserError, match="rename it"):
+        stoker.from_parquet(file)
+    pq.write_table(pa.table({"e": [1, 2, 1], "x": [1, 2, 3]}), file)
+    with pytest.raises(UserError, match="do not stand together"):
+        stoker.from_parquet(file, sample="e")
+    with pytest.raises(UserError, match="lacks the column"):
+        stoker.from_parquet(file, ["nothing"])
+
+
+def test_a_recipe_in_hand_is_trained_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    @stoker.config
+    class Nothing:
+        pass
+
+    x = DICE.normal(size=(200, 4)).astype(np.float32)
+    samples = stoker.from_arrays(x=x, y=x.sum(1))
+    recipe = stoker.Recipe(
+        name="sums",
+        presets={"only": lambda: stoker.RunConfig(data=Nothing(), model=Nothing())},
+        open_data=lambda run, device: samples.run_data(0.2),
+        build_task=lambda run, facts: stoker.Supervised(
+            torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Flatten(0)),
+            torch.nn.MSELoss(reduction="none"),
+            inputs="x",
+            target="y",
+        ),
+        result_table=stoker.metrics_table,
+    )
+    outcome = stoker.train(  # type: ignore[operator]
+        recipe, train={"lr": 0.03, "epochs": 30, "warmup_steps": 0}, loader={"batch_size": 32}, run={"device": "cpu"}
+    )
+    assert outcome.metrics["loss"] < 0.1
+    assert outcome.table()[0] == ("validation", "loss", "samples")
+    used = stoker.load_run(outcome.folder.path, device="cpu", recipe=recipe)
+    answer = used({"x": torch.ones(2, 4), "rows": torch.arange(2)})
+    assert answer.shape == (2,)
+    assert abs(float(answer[0]) - 4) < 1
+    with pytest.raises(UserError, match="no preset"):
+        stoker.train(recipe, "other")  # type: ignore[operator]
