@@ -228,7 +228,7 @@ def _apply(top: Any, base: Any, values: Mapping[str, Any], origin: str, prefix: 
     for name, value in values.items():
         key = f"{prefix}{name}"
         if name not in names:
-            raise UserError(_unknown_key(top, key, origin))
+            raise UserError(unknown_key(top, key, origin))
         old = getattr(base, name)
         if dataclasses.is_dataclass(old):
             if not isinstance(value, Mapping):
@@ -276,7 +276,8 @@ def _validate_word(hint: Any, key: str, word: Word, origin: str) -> Any:
             raise error from None
 
 
-def _unknown_key(top: Any, key: str, origin: str) -> str:
+def unknown_key(top: Any, key: str, origin: str) -> str:
+    """That there is no such key, and which one may be meant."""
     known = _known_names(top)
     name = key.rpartition(".")[2]
     by_path = difflib.get_close_matches(key, list(known), n=1, cutoff=0.75)

@@ -368,7 +368,7 @@ def test_runs_are_judged_by_the_weights_that_their_tables_name(stoker: Stoker, e
     assert "model, raw weights" in text
     evaluations = events_of(run, "evaluation")
     (listed,) = stoker.json("runs")
-    assert listed["best"] == min(event["ema_mean_error_rad"] for event in evaluations)
+    assert listed["best"] == min(event["metrics"]["ema_mean_error_rad"] for event in evaluations)
     assert "model, averaged weights" in stoker("evaluate", run)
     assert "model, raw weights" in stoker("evaluate", run, "--weights", "raw")
 

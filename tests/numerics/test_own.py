@@ -74,7 +74,7 @@ def test_an_epoch_is_a_for_and_a_position_is_where_it_goes_on() -> None:
     assert rows(again) == second  # an epoch that was left half-way is over
     assert rows(samples.loader(16, shuffle=False)) == rows(samples.loader(16, shuffle=False, seed=9))
     shares = [samples.loader(16, seed=3, rank=rank, num_ranks=3) for rank in range(3)]
-    together = [sorted(sum(step, [])) for step in zip(*map(rows, shares), strict=True)]
+    together = [sorted(row for share in step for row in share) for step in zip(*map(rows, shares), strict=True)]
     assert together == [sorted(step) for step in first]
 
 
@@ -110,7 +110,7 @@ def test_an_error_of_a_dataset_names_the_samples() -> None:
             raise ValueError("no such file")
 
     for processes in (0, 1):
-        with pytest.raises(RuntimeError, match="ValueError while loading samples .*: no such file"):
+        with pytest.raises(RuntimeError, match=r"ValueError while loading samples .*: no such file"):
             next(iter(stoker.from_dataset(Breaks(), processes=processes).loader(4)))
 
 

@@ -8,11 +8,12 @@ import io
 import os
 import signal
 import sys
+from importlib.metadata import version
 
 import tyro
 
 from stoker import console
-from stoker.cli.commands import COMMANDS, Command, pack_command
+from stoker.cli.commands import COMMANDS, Command, Config, check_bare_keys, keys_are_asked, pack_command
 from stoker.errors import MachineError, Stopped, UserError
 
 SUMMARY = "Trains PyTorch models on sharded data at the speed of the hardware, and says why when it does not."
@@ -55,7 +56,13 @@ def _end_with_parent() -> None:
 def run(words: list[str]) -> int:
     """Exit code 0: fine; 1: findings, or the work failed; 2: the user's mistake."""
     words, overrides = _split_overrides(words or ["--help"])
+    if words[0] == "--version":
+        print(f"stoker {version('stoker')}")
+        return 0
     try:
+        check_bare_keys(words)
+        if keys_are_asked(words):
+            return Config(words[1]).run(overrides)
         commands = COMMANDS | ({"pack": pack_command(words)} if words[0] == "pack" else {})
         command: Command = tyro.extras.subcommand_cli_from_dict(
             commands, prog="stoker", description=SUMMARY, args=words

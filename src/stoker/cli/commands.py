@@ -4,7 +4,7 @@ tyro reads the comments beside the fields for `--help`. Words like `--train.lr 1
 """
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
 
@@ -128,7 +128,7 @@ class Train:
 class Resume:
     """Go on with a run from its last checkpoint, bit for bit. A changed key must be named: --group.key VALUE."""
 
-    path: Positional[Path]  # a run folder
+    path: Positional[Path]  # a run folder, or the name of one below runs/
     gpus: int | None = None  # processes to start on this machine, one a GPU
     trust: Flag = False  # run the code of a recipe that a file names
     json: Flag = False  # print the result as JSON
@@ -147,8 +147,8 @@ class Resume:
 class Fork:
     """Start a new run with the weights and moments of another, overrides, and a new schedule, which is drawn first."""
 
-    path: Positional[Path]  # a run folder
-    checkpoint: str = "last"  # best, last, or the path of a checkpoint
+    path: Positional[Path]  # a run folder, or the name of one below runs/
+    checkpoint: str = "last"  # best, last, or a checkpoint by its name or path
     gpus: int | None = None  # processes to start on this machine, one a GPU
     trust: Flag = False  # run the code of a recipe that a file names
     json: Flag = False  # print the result as JSON
@@ -168,8 +168,8 @@ class Fork:
 class Evaluate:
     """Evaluate a checkpoint of a run on its validation samples, or with --data.path on others."""
 
-    path: Positional[Path]  # a run folder
-    checkpoint: str = "best"  # best, last, or the path of a checkpoint
+    path: Positional[Path]  # a run folder, or the name of one below runs/
+    checkpoint: str = "best"  # best, last, or a checkpoint by its name or path
     weights: Literal["auto", "raw", "ema"] = "auto"  # auto takes averaged weights where there are any
     trust: Flag = False  # run the code of a recipe that a file names
     json: Flag = False  # print the result as JSON
@@ -185,11 +185,11 @@ class Evaluate:
 class Predict:
     """Answer for new samples with a checkpoint of a run, and write the answers to a file. Goes on where it was stopped."""
 
-    path: Positional[Path]  # a run folder
+    path: Positional[Path]  # a run folder, or the name of one below runs/
     inputs: Positional[Path | None] = None  # the samples: a data set, an image, a folder of images
     data: Path | None = None  # the same; default: those that the run was given
     out: Path | None = None  # file to make; its ending chooses the format
-    checkpoint: str = "best"  # best, last, or the path of a checkpoint
+    checkpoint: str = "best"  # best, last, or a checkpoint by its name or path
     weights: Literal["auto", "raw", "ema"] = "auto"  # auto takes averaged weights where there are any
     trust: Flag = False  # run the code of a recipe that a file names
     json: Flag = False  # print the result as JSON
@@ -213,10 +213,10 @@ class Predict:
 class Export:
     """Write the model of a checkpoint as one file for other programs (ONNX), and check that it gives the same answers."""
 
-    path: Positional[Path]  # a run folder
+    path: Positional[Path]  # a run folder, or the name of one below runs/
     out: Path  # file to make, ending in .onnx
     data: Path | None = None  # samples to check with: an image or a folder; default: the run's validation samples
-    checkpoint: str = "best"  # best, last, or the path of a checkpoint
+    checkpoint: str = "best"  # best, last, or a checkpoint by its name or path
     weights: Literal["auto", "raw", "ema"] = "auto"  # auto takes averaged weights where there are any
     trust: Flag = False  # run the code of a recipe that a file names
     json: Flag = False  # print the result as JSON
@@ -255,21 +255,25 @@ class Runs:
 
 @dataclass(frozen=True)
 class Config:
-    """Print the resolved configuration of a target, with the origin of every value."""
+    """Print the resolved configuration of a target, with the origin, the meaning and the choices of every value."""
 
     target: Positional[str]  # recipe, recipe:preset, file.yaml, or module:attribute
     trust: Flag = False  # run the code of a recipe that a file names
-    json: Flag = False  # print keys, values and origins as JSON
+    json: Flag = False  # print keys, values, origins and meanings as JSON
 
     def run(self, overrides: list[str]) -> int:
         from stoker import settings
         from stoker.launch import targets
+        from stoker.meanings import meanings
 
         found = targets.resolve_target(self.target, overrides, trusted=self.trust)
-        values = settings.kept_values(found.config)
-        listing = {key: {"value": value, "origin": found.origins[key]} for key, value in values.items()}
+        values, told = settings.kept_values(found.config), meanings(found.config)
+        listing = {
+            key: {"value": value, "origin": found.origins[key], "meaning": told[key]} for key, value in values.items()
+        }
+        comments = {key: f"({found.origins[key]}) {told[key]}".rstrip() for key in told}
         notes = "".join(f"# {note}\n" for note in found.notes)
-        print_result(listing, notes + settings.as_yaml(found.config, found.origins).rstrip(), as_json=self.json)
+        print_result(listing, notes + settings.as_yaml(found.config, comments).rstrip(), as_json=self.json)
         return 0
 
 
@@ -309,3 +313,27 @@ def _without_gpus(words: list[str]) -> list[str]:
         elif not word.startswith("--gpus="):
             left.append(word)
     return left
+
+
+def check_bare_keys(words: list[str]) -> None:
+    """Answers `--lr` with `--train.lr`: what is no option of a command may be a key of its target's configuration."""
+    name, *rest = words
+    if name not in ("train", "config", "resume", "fork", "evaluate", "predict") or not rest or rest[0].startswith("-"):
+        return
+    known = {field.name for field in fields(COMMANDS[name])} | {"help"}
+    bare = [word[2:].partition("=")[0] for word in rest[1:] if word.startswith("--")]
+    wrong = next((word for word in bare if word.replace("-", "_") not in known), None)
+    if wrong is None:
+        return
+    from stoker import settings
+    from stoker.launch import targets
+    from stoker.runs.folder import open_run
+
+    target = rest[0] if name in ("train", "config") else str(open_run(Path(rest[0])).config)
+    found = targets.resolve_target(target, [], trusted="--trust" in rest)
+    raise UserError(settings.unknown_key(found.config, wrong.replace("-", "_"), "the command line"))
+
+
+def keys_are_asked(words: list[str]) -> bool:
+    """`stoker train TARGET --help`: options are in `stoker train --help`, and keys are the target's."""
+    return len(words) == 3 and words[0] == "train" and words[2] in ("-h", "--help") and not words[1].startswith("-")

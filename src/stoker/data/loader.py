@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -127,9 +128,11 @@ class Loader:
 
     def make(self, rows: Indices) -> Any:
         """These samples as one batch, made here and now."""
-        value: Any = MicroBatch(rows, copies=np.zeros_like(rows), partners=np.arange(len(rows)))
-        for stage in self._stages:
-            value = stage.run(value)
+        micro = MicroBatch(rows, copies=np.zeros_like(rows), partners=np.arange(len(rows)))
+        value: Any = micro
+        with self._samples_named(micro):
+            for stage in self._stages:
+                value = stage.run(value)
         return value
 
     def _make(self, micro: MicroBatch) -> Any:
@@ -149,8 +152,14 @@ class Loader:
         return step
 
     def _wait_for(self, job: "Job[Any]", micro: MicroBatch) -> Any:
-        try:
+        with self._samples_named(micro):
             return job.result(self._config.stuck_after_s)
+
+    @contextmanager
+    def _samples_named(self, micro: MicroBatch) -> Iterator[None]:
+        """Errors say which samples of which files were being loaded."""
+        try:
+            yield
         except TimeoutError:
             raise MachineError(
                 f"A batch was not ready after {self._config.stuck_after_s:.0f} s; the read may be stuck: "

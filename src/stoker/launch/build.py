@@ -99,9 +99,10 @@ def read_one(run: RunFolder, which: str, goal: str) -> tuple[Path, Snapshot]:
 
 
 def find_checkpoint(run: RunFolder, which: str, goal: str) -> Path:
-    """`best`, `last`, or the path of a checkpoint."""
+    """`best`, `last`, the path of a checkpoint, or the name of one of the run's."""
     if which not in ("best", "last"):
-        return Path(which)
+        named = run.checkpoints / which
+        return named if named.is_dir() and not Path(which).is_dir() else Path(which)
     chosen = checkpoint.best(run.checkpoints, goal)
     found = chosen[0] if which == "best" and chosen else checkpoint.last_good(run.checkpoints)
     if found is None:

@@ -132,6 +132,8 @@ def locked(run: RunFolder) -> Iterator[None]:
 
 
 def open_run(path: Path) -> RunFolder:
+    if not path.is_dir() and (Path("runs") / path).is_dir():  # by its name, as `stoker runs` prints it
+        path = Path("runs") / path
     run = RunFolder(path)
     if not path.is_dir():
         raise UserError(f"There is no run folder {path}. `stoker runs` lists the runs.")
