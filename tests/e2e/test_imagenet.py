@@ -14,19 +14,25 @@ import torch
 from conftest import Stoker  # type: ignore[import-not-found]
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.xdist_group("imagenet")  # one run of the demo for all tests
+from stoker.files import file_lock, write_json
+
 # The demo, half as large: it must learn all the same.
 LESS = ("--data.draw_per_class", "250", "--data.draw_held_out", "30", "--train.epochs", "5", "--run.device", "cpu")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A run of the demo, and the images that it drew."""
-    patch = pytest.MonkeyPatch()
-    folder = tmp_path_factory.mktemp("imagenet")
-    patch.setenv("STOKER_CACHE", str(folder / "cache"))
-    result = Stoker(folder).json("train", "imagenet", *LESS)
-    patch.undo()
+    """A run of the demo, and the images that it drew: one for all tests, whichever process they run in."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "imagenet"
+    with file_lock(folder.with_name("imagenet.lock")):
+        if not (folder / "result.json").exists():
+            folder.mkdir()
+            patch = pytest.MonkeyPatch()
+            patch.setenv("STOKER_CACHE", str(folder / "cache"))
+            write_json(folder / "result.json", Stoker(folder).json("train", "imagenet", *LESS))
+            patch.undo()
+    result = json.loads((folder / "result.json").read_text())
     assert result["metrics"]["top1"] > 0.8
     assert result["metrics"]["chance_top1"] == pytest.approx(0.1)
     (drawn,) = (folder / "cache" / "drawn").iterdir()

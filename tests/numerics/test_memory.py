@@ -60,7 +60,8 @@ def test_a_loader_takes_no_more_than_its_limit_in_any_epoch(
 
 def test_training_takes_as_much_memory_in_later_epochs_as_in_the_first(set_of_events: Path, tmp_path: Path) -> None:
     words = ["train", "icecube", "--data.path", str(set_of_events), "--run.device", "cpu", "--train.epochs", "4",
-             "--train.log_every", "5", "--model.width", "16", "--model.heads", "2", "--data.mode", "packed"]  # fmt: skip
+             "--train.log_every", "5", "--model.width", "16", "--model.heads", "2", "--data.mode", "packed",
+             "--model.pulse_layers", "0", "--model.dom_layers", "1", "--loader.batch_size", "256"]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "stoker", *words], cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ)
     )
