@@ -66,6 +66,8 @@ class Recipe:
     # Metrics of each model that was judged, by its name, to a heading and rows for people.
     result_table: Callable[[Mapping[str, Mapping[str, float]]], list[tuple[str, ...]]]
 
+    # Weights to begin a new run with, where they are not drawn; a run that goes on has its own.
+    initialise: Callable[[RunConfig, Task], None] | None = None
     # An evaluation in depth, written into a folder.
     report: Callable[[Trained, Run, Path], Mapping[str, Any]] | None = None
     # Answers for a data set (data.path of the model's configuration), written to a file; returns what to tell.

@@ -19,7 +19,7 @@ from stoker.recipes.icecube.baselines import line_fit
 from stoker.recipes.icecube.batch import EventBatch, collate
 from stoker.recipes.icecube.data import IceCubeData, open_data
 from stoker.recipes.icecube.model import TwoStageConfig, TwoStageModel
-from stoker.recipes.icecube.sources import ResidentEvents, stored_columns
+from stoker.recipes.icecube.sources import ResidentEvents
 from stoker.recipes.icecube.table import open_events
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def read(folder: Path, rows: np.ndarray) -> Ragged:
 def load(folder: Path, rows: np.ndarray) -> EventBatch:
     table = open_events(folder)
     labels = {name: np.asarray(table.columns[name][rows]) for name in events.LABELS}
-    return collate(stored_columns(read(folder, rows)), labels, None).to(CPU)
+    return collate(events.stored_columns(read(folder, rows)), labels, None).to(CPU)
 
 
 def through_stages(folder: Path, rows: np.ndarray, mode: Any, cap: int | None = None) -> EventBatch:

@@ -524,3 +524,24 @@ def test_processes_that_die_are_named(pictures: Path) -> None:
         processes.run([1], lambda result, room: None)
     processes.close()
     assert MicroBatch(np.arange(1), 0, 0).copies is None
+
+
+def test_a_step_in_pieces_has_the_gradient_of_the_whole(pictures: Path) -> None:
+    whole_steps, pieces = (
+        [step for step in parts_of(pictures, *words).training.steps(Position(0), 1)]
+        for words in ((), ("--loader.micro_cost", "20000"))
+    )
+    assert all(len(step.batches) == 1 for step in whole_steps)
+    assert max(len(step.batches) for step in pieces) > 2
+    for one, other in zip(whole_steps, pieces, strict=True):
+        assert sorted(one.rows) == sorted(row for batch in other.batches for row in batch.rows.tolist())
+
+
+def test_images_of_formats_that_are_not_read_are_named(own_pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = len(open_images(own_pictures).table)
+    (own_pictures / "train" / "ring" / "a.tiff").write_bytes(b"II*")
+    (own_pictures / "train" / "ring" / "b.GIF").write_bytes(b"GIF89a")
+    assert len(open_images(own_pictures).table) == before
+    said = capsys.readouterr().err
+    assert "2 files are left out" in said
+    assert "a.tiff" in said

@@ -180,9 +180,7 @@ def test_stages_count_their_time_bytes_and_the_wait() -> None:
     assert loader.times.read()["stages"]["make"]["count"] == 0
 
 
-@pytest.mark.parametrize(
-    "options", [{"batch_cost": 5}, {"batch_size": None}, {"micro_cost": 10}, {"micro_cost": 10, "sample_cost": 20}]
-)
+@pytest.mark.parametrize("options", [{"batch_cost": 5}, {"batch_size": None}, {"micro_cost": 10, "sample_cost": 20}])
 def test_impossible_settings_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="cost"):
         LoaderConfig(**options)

@@ -47,10 +47,10 @@ class LoaderConfig:
     def __post_init__(self) -> None:
         if (self.batch_size is None) == (self.batch_cost is None):
             raise ValueError("a step is cut by batch_size or by batch_cost: set one of them, and the other to null")
-        if self.micro_cost is not None and (self.sample_cost is None or self.sample_cost > self.micro_cost):
+        if self.micro_cost is not None and self.sample_cost is not None and self.sample_cost > self.micro_cost:
             raise ValueError(
-                f"micro_cost {self.micro_cost} cannot be kept while a single sample may cost more: set sample_cost to "
-                f"{self.micro_cost} or less"
+                f"micro_cost {self.micro_cost} cannot be kept while a single sample may cost {self.sample_cost}: set "
+                f"sample_cost to {self.micro_cost} or less"
             )
 
     @property

@@ -63,6 +63,8 @@ def start(target: Target, *, init_from: Path | None = None, allow_partial: bool 
         check_new_run(config.run.folder, config.run.name)  # before anything is packed or simulated for it
         weights = None if init_from is None else checkpoint.read_checkpoint(init_from).tensors["model"]
         run = build_run(target.recipe, config, ranks)
+        if target.recipe.initialise is not None:
+            target.recipe.initialise(config, run.task)
         if weights is not None:
             checkpoint.load_weights(weights, run.task.model, str(init_from), allow_partial=allow_partial)
         folder, again = _run_folder(target, ranks)

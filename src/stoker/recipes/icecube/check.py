@@ -19,7 +19,6 @@ from stoker.recipes.icecube import events
 from stoker.recipes.icecube.baselines import line_fit
 from stoker.recipes.icecube.batch import EventBatch, collate
 from stoker.recipes.icecube.losses import angle_between
-from stoker.recipes.icecube.sources import stored_columns
 from stoker.recipes.icecube.table import open_events
 
 MOST_EVENTS = 200_000  # looked at; more would not change a figure
@@ -50,7 +49,7 @@ def check_events(root: Path) -> list[Figure]:
         for rows in _stretches(num_events):
             pulses = source.gather(MicroBatch(rows))
             labels = {name: np.asarray(table.columns[name][rows]) for name in events.LABELS}
-            batch = collate(stored_columns(pulses), labels, None).to(torch.device("cpu"))
+            batch = collate(events.stored_columns(pulses), labels, None).to(torch.device("cpu"))
             for name, values in (_of_pulses(pulses) | _of_batch(batch, xyz)).items():
                 collected.setdefault(name, []).append(values)
             bar.advance(len(rows))

@@ -143,6 +143,11 @@ def _open(
     root: Location, config: IceCubeData, loader: LoaderConfig, device: torch.device
 ) -> tuple[SampleTable, Callable[[Subset], EventSource]]:
     """The table of all events, and what opens their pulses once it is known which of them are trained on."""
+    if loader.micro_cost is not None and loader.sample_cost is None:
+        raise UserError(
+            f"loader.micro_cost {loader.micro_cost} cannot be kept while a single event may have more pulses: set "
+            f"loader.sample_cost to {loader.micro_cost} or less, and longer events are thinned to that."
+        )
     if config.mode == "resident" and device.type != "cuda":
         raise UserError("data.mode resident keeps events in the memory of a GPU, and this run uses the CPU.")
     if is_store(root):

@@ -1,7 +1,8 @@
 """Pulses in the layout of the Kaggle competition, read directly or packed. `table` says which of them form which event."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,9 @@ from stoker.recipes.icecube.batch import (
     CHARGE_STEP,
     CHARGE_UNIT,
     FIRST_OF_DOM,
+    HostBatch,
     begins_dom,
+    collate,
 )
 from stoker.recipes.icecube.geometry import NUM_SENSORS, Geometry, read_geometry
 
@@ -145,6 +148,38 @@ def check_pulses(root: Location, table: SampleTable, pulses: Ragged) -> None:
             event, shard = table.columns["id"][row], int(table.columns["shard"][row])
             words = f"has {what}: {values[at]} ({int(wrong.sum()):,} such pulses)"
             raise BadShard(shard, f"Event {event} in {root / table.shards[shard]} {words}.")
+
+
+def as_batch(pulses: Sequence[Mapping[str, Any]]) -> HostBatch:
+    """Events in hand, each a dict of arrays under the names of the competition's columns; their directions are unknown."""
+    for number, event in enumerate(pulses):
+        missing = [name for name in PULSE_COLUMNS if name not in event]
+        if missing:
+            raise UserError(f"Event {number} lacks {', '.join(missing)}; it has {', '.join(map(str, event))}.")
+    columns = {
+        name: np.concatenate([np.asarray(event[name], kind) for event in pulses]) if pulses else np.zeros(0, kind)
+        for name, kind in PULSE_COLUMNS.items()
+    }
+    counts = np.array([len(event["time"]) for event in pulses], np.int64)
+    rows = np.arange(len(pulses))
+    found = Ragged(columns, offsets_of(counts), rows)
+    sensor = columns["sensor_id"]
+    if ((sensor < 0) | (sensor >= NUM_SENSORS)).any() or (counts < 1).any():
+        raise UserError(f"An event needs pulses, and a sensor id is one of 0 .. {NUM_SENSORS - 1}.")
+    nowhere = np.zeros(len(pulses), np.float32)
+    return collate(stored_columns(found), {"azimuth": nowhere, "zenith": nowhere}, None)
+
+
+def stored_columns(pulses: Ragged) -> Ragged:
+    """Columns of the Parquet files under the names of the store."""
+    old = pulses.columns
+    columns = {
+        "time": old["time"],
+        "charge": old["charge"],
+        "sensor": old["sensor_id"],
+        "flags": old["auxiliary"].view(np.uint8) * np.uint8(AUXILIARY),
+    }
+    return Ragged(columns, pulses.offsets, pulses.rows)
 
 
 def _charge_kind(kind: pa.DataType) -> npt.DTypeLike:

@@ -12,6 +12,7 @@ from stoker.data.loader import LoaderConfig
 from stoker.data.pack import PackRequest, pack_as_asked
 from stoker.recipe import Recipe, RunConfig, Trained
 from stoker.recipes.icecube import events
+from stoker.recipes.icecube.batch import HostBatch
 from stoker.recipes.icecube.data import IceCubeData, data_root, open_data
 from stoker.recipes.icecube.deep import DeepConfig
 from stoker.recipes.icecube.flat import FlatConfig
@@ -186,6 +187,11 @@ def predict(model: Trained, out: Path | None) -> Mapping[str, Any]:
     return predict_all(model, out)
 
 
+def prepare(run: RunConfig, samples: Any) -> HostBatch:
+    """Events as dicts of arrays: sensor_id, time, charge, auxiliary."""
+    return events.as_batch(samples if isinstance(samples, list | tuple) else [samples])
+
+
 RECIPE = Recipe(
     name="icecube",
     presets={
@@ -203,6 +209,7 @@ RECIPE = Recipe(
     result_table=result_table,
     report=report,
     predict=predict,
+    prepare=prepare,
     pack=pack,
     pack_options=PackOptions,
     notes=NOTES,

@@ -107,22 +107,10 @@ class DirectEvents:
     def gather(self, micro: MicroBatch) -> Pulses:
         found = self._source.gather(micro)
         events.check_pulses(self.path, self.table, found)
-        return Pulses(micro, stored_columns(found), None)
+        return Pulses(micro, events.stored_columns(found), None)
 
     def files_of(self, rows: Indices) -> str:
         return self._source.files_of(rows)
-
-
-def stored_columns(pulses: Ragged) -> Ragged:
-    """Columns of the Parquet files under the names of the store."""
-    old = pulses.columns
-    columns = {
-        "time": old["time"],
-        "charge": old["charge"],
-        "sensor": old["sensor_id"],
-        "flags": old["auxiliary"].view(np.uint8) * np.uint8(AUXILIARY),
-    }
-    return Ragged(columns, pulses.offsets, pulses.rows)
 
 
 def check_window(table: SampleTable, loader: LoaderConfig) -> None:

@@ -20,6 +20,7 @@ class ImageModelConfig:
     stochastic_depth: Annotated[float, Field(ge=0, lt=1), AlsoCalled("drop_path_rate", "drop_path")] = 0.0
     loss: Literal["ce", "bce"] = "ce"  # cross-entropy, or one yes or no a class
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of ce
+    pretrained: str | None = None  # weights to begin with: a file (.safetensors, .pth) of timm or torchvision, or `hub`
 
     def __post_init__(self) -> None:
         if self.loss == "bce" and self.label_smoothing:
@@ -42,24 +43,36 @@ def check_name(config: ImageModelConfig) -> None:
         raise UserError(f"timm has no model {config.name!r}.{hint}")
 
 
-def build_model(config: ImageModelConfig, num_classes: int) -> nn.Module:
+def build_model(config: ImageModelConfig, num_classes: int, size: int | None = None) -> nn.Module:
+    """`size`: pixels of a side, for models that must know them; other sizes work all the same."""
     if config.name == SMALL:
         if config.stochastic_depth:
             raise UserError(f"model.stochastic_depth is not for {SMALL}, whose few blocks are all needed.")
         model: nn.Module = SmallResNet(config.width, num_classes)
     else:
-        model = _from_timm(config, num_classes)
+        model = _from_timm(config, num_classes, size)
     return model.to(memory_format=torch.channels_last)
 
 
-def _from_timm(config: ImageModelConfig, num_classes: int) -> nn.Module:
+def _from_timm(config: ImageModelConfig, num_classes: int, size: int | None) -> nn.Module:
     import timm
 
     check_name(config)
     options: dict[str, Any] = {"drop_path_rate": config.stochastic_depth} if config.stochastic_depth else {}
     # timm's residual networks begin with the last norm of each block at zero, so that blocks start as identities.
-    made: nn.Module = timm.create_model(config.name, num_classes=num_classes, **options)
-    return made
+    # Transformers must be told the size of the images; others do not take the word.
+    sizes: list[dict[str, Any]] = [{"img_size": size, "dynamic_img_size": True}, {"img_size": size}] if size else []
+    for sized in [*sizes, {}]:
+        try:
+            made: nn.Module = timm.create_model(config.name, num_classes=num_classes, **options, **sized)
+        except TypeError as error:
+            if not sized or "img_size" not in str(error):
+                raise
+        except AssertionError as error:
+            raise UserError(f"{config.name} cannot be made for images of {size} pixels: {error}") from error
+        else:
+            return made
+    raise AssertionError("the last try takes no size")
 
 
 class SmallResNet(nn.Module):

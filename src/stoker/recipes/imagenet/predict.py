@@ -19,7 +19,7 @@ from stoker.data.locations import Location, is_file, is_folder, list_folder, rea
 from stoker.errors import MachineError, UserError
 from stoker.files import write_bytes
 from stoker.recipe import Trained
-from stoker.recipes.imagenet.batch import HostImages
+from stoker.recipes.imagenet.batch import HostImages, ImageBatch
 from stoker.recipes.imagenet.config import ImageNetData
 from stoker.recipes.imagenet.crops import centre_crop
 from stoker.recipes.imagenet.decode import Broken, decode_crop, size_of
@@ -164,6 +164,18 @@ def load(files: Iterable[tuple[str, bytes]], config: ImageNetData, broken: list[
         erasing=None,
     )
     return host.to(torch.device("cpu")).images, kept
+
+
+def as_batch(samples: Any, config: ImageNetData) -> ImageBatch:
+    """Paths, or the bytes of image files, as validation sees them; one that cannot be decoded is an error."""
+    several = samples if isinstance(samples, list | tuple) else [samples]
+    files = [(f"image {n}", one) if isinstance(one, bytes) else _read(Path(one)) for n, one in enumerate(several)]
+    broken: list[str] = []
+    images, _ = load(files, config, broken)
+    if broken:
+        raise UserError(f"{len(broken)} of {len(files)} images cannot be decoded: {', '.join(broken[:3])}.")
+    rows = torch.arange(len(images))
+    return ImageBatch(images, torch.zeros_like(rows), torch.zeros_like(rows), torch.ones(len(rows)), rows)
 
 
 def export(model: Trained, out: Path, samples: Path | None) -> Mapping[str, Any]:

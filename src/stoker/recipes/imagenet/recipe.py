@@ -8,6 +8,7 @@ from typing import Any
 from stoker.data.loader import LoaderConfig
 from stoker.data.pack import PackRequest
 from stoker.recipe import Recipe, RunConfig, Trained
+from stoker.recipes.imagenet.batch import ImageBatch
 from stoker.recipes.imagenet.classes import ClassMap
 from stoker.recipes.imagenet.config import ImageNetData, PackOptions
 from stoker.recipes.imagenet.data import open_data
@@ -15,6 +16,7 @@ from stoker.recipes.imagenet.model import ImageModelConfig
 from stoker.recipes.imagenet.task import ClassificationTask
 from stoker.train.config import TrainConfig
 from stoker.train.run import Run
+from stoker.train.task import Task
 
 FED = "Computed from 6,636 images/s at 224 pixels, fed from shards of short side 288 on 16 cores; originals: 5,701."
 EXPECTED = "The accuracy is that of the work cited: nobody has trained Stoker on the full ImageNet yet."
@@ -138,7 +140,19 @@ NOTES: dict[str, tuple[str, ...]] = {
 
 
 def build_task(run: RunConfig, facts: Mapping[str, Any]) -> ClassificationTask:
-    return ClassificationTask(run.model, ClassMap(tuple(facts["classes"])))
+    return ClassificationTask(run.model, ClassMap(tuple(facts["classes"])), run.data.size)
+
+
+def initialise(run: RunConfig, task: Task) -> None:
+    from stoker.recipes.imagenet.pretrained import load_pretrained
+
+    load_pretrained(task.model, run.model)
+
+
+def prepare(run: RunConfig, samples: Any) -> ImageBatch:
+    from stoker.recipes.imagenet.predict import as_batch
+
+    return as_batch(samples, run.data)
 
 
 def result_table(models: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
@@ -180,7 +194,9 @@ RECIPE = Recipe(
     build_task=build_task,
     result_table=result_table,
     report=report,
+    initialise=initialise,
     predict=predict,
+    prepare=prepare,
     export=export,
     pack=pack,
     pack_options=PackOptions,

@@ -27,6 +27,7 @@ LABELS = {"label": np.int32, "part": np.int8}  # part 0: training, 1: validation
 MANIFEST = "images.json"  # of a packed set
 VERSION = 2
 SHOWN_PROBLEMS = 5
+NOT_READ = (".tif", ".tiff", ".gif", ".heic", ".jp2", ".avif")  # images that are left out, and named
 
 
 class Reader(Protocol):
@@ -77,13 +78,16 @@ def _open_folders(root: Location) -> Images:
     shards: list[str] = []
     names: list[list[str]] = []
     found: list[_Found] = []
+    strange: list[str] = []
     for part, folder in parts.items():
         if folder is None:
             continue
         for label in (name for name, one in list_folder(folder).items() if one.is_folder and _is_shown(name)):
             if folder / label == parts[1]:
                 continue
-            entries = sorted(_files(folder / label))
+            listed_files = list(_files(folder / label))
+            strange += [f"{folder / label / name}" for name, _ in listed_files if name.lower().endswith(NOT_READ)]
+            entries = sorted(one for one in listed_files if not one[0].lower().endswith(NOT_READ))
             counts[part][label] = len(entries)
             for number, (name, size) in enumerate(entries):
                 found.append(_Found(len(shards), number, size, label, part, name))
@@ -93,6 +97,11 @@ def _open_folders(root: Location) -> Images:
         raise UserError(
             f"{root} holds no images: expected train/CLASS/image.jpg and val/CLASS/image.jpg, tar shards, or the output of "
             f"`stoker pack imagenet`."
+        )
+    if strange:
+        some = ", ".join(strange[:SHOWN_PROBLEMS])
+        console.say(
+            f"{len(strange):,} files are left out, whose format is not read ({', '.join(ENDINGS)} are): {some}."
         )
     classes = class_map(counts[0], str(parts[0]))
     if parts[1] is not None:
@@ -107,13 +116,13 @@ def _is_shown(name: str) -> bool:
 
 
 def _files(folder: Location, before: str = "") -> Iterator[tuple[str, int]]:
-    """Names and sizes of all images below a class folder, however deep."""
+    """Names and sizes of all images below a class folder, however deep, also of those that cannot be read."""
     for name, found in list_folder(folder).items():
         if not _is_shown(name):
             continue
         if found.is_folder:
             yield from _files(folder / name, f"{before}{name}/")
-        elif name.lower().endswith(ENDINGS):
+        elif name.lower().endswith((*ENDINGS, *NOT_READ)):
             if not found.is_plain:
                 raise UserError(f"{folder / name} is no plain file, and an image is needed there.")
             yield f"{before}{name}", found.size

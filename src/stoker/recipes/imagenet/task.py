@@ -22,8 +22,8 @@ class ClassificationTask:
     goal = "max"
     fixed_shapes = True  # the smaller last batch goes through uncompiled
 
-    def __init__(self, config: ImageModelConfig, classes: ClassMap) -> None:
-        self.model = build_model(config, len(classes))
+    def __init__(self, config: ImageModelConfig, classes: ClassMap, size: int | None = None) -> None:
+        self.model = build_model(config, len(classes), size)
         self.classes = classes
         self._config = config
         self._usual: int | None = None  # images of a training batch on this rank
