@@ -526,9 +526,9 @@ def test_processes_that_die_are_named(pictures: Path) -> None:
     assert MicroBatch(np.arange(1), 0, 0).copies is None
 
 
-def test_a_step_in_pieces_has_the_gradient_of_the_whole(pictures: Path) -> None:
+def test_a_step_in_pieces_holds_the_samples_of_the_whole(pictures: Path) -> None:
     whole_steps, pieces = (
-        [step for step in parts_of(pictures, *words).training.steps(Position(0), 1)]
+        list(parts_of(pictures, *words).training.steps(Position(0), 1))
         for words in ((), ("--loader.micro_cost", "20000"))
     )
     assert all(len(step.batches) == 1 for step in whole_steps)

@@ -230,3 +230,31 @@ def test_a_recipe_in_hand_is_trained_and_used(tmp_path: Path, monkeypatch: pytes
     assert abs(float(answer[0]) - 4) < 1
     with pytest.raises(UserError, match="no preset"):
         stoker.train(recipe, "other")  # type: ignore[operator]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_trains_with_our_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lightning = pytest.importorskip("lightning")
+    monkeypatch.chdir(tmp_path)
+    x = DICE.normal(size=(96, 4)).astype(np.float32)
+    seen: list[list[int]] = []
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            seen.append(batch["rows"].tolist())
+            return (self.layer(batch["x"]).squeeze(1) - batch["y"]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    loader = stoker.from_arrays(x=x, y=x.sum(1)).loader(16, seed=1)
+    trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+                                enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    trainer.fit(Module(), train_dataloaders=loader)
+    assert trainer.num_training_batches == len(loader) == 6
+    again = stoker.from_arrays(x=x, y=x.sum(1)).loader(16, seed=1)
+    assert seen == [*rows(again), *rows(again)]
