@@ -69,7 +69,7 @@ def rehearse(task: Task, training: Loader, validation: Loader, device: torch.dev
         if not num_samples(batch):
             continue  # all of them are broken or in quarantine
         # Not compiled: shapes that never come again would only be in the way.
-        with inference(task.model), torch.compiler.set_stance("force_eager"), autocast(precision, device):
+        with judged(task.model), torch.compiler.set_stance("force_eager"), autocast(precision, device):
             prediction = task.predict(batch)
             losses, scores = task.losses(prediction, batch), task.scores(prediction, batch)
         for name, values in {"losses": losses, **{f"score {name}": values for name, values in scores.items()}}.items():
@@ -85,11 +85,18 @@ def rehearse(task: Task, training: Loader, validation: Loader, device: torch.dev
 
 @contextmanager
 def inference(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; the mode before it is put back."""
+    """Evaluation mode without gradients, as fast as it goes; the mode before it is put back."""
+    with judged(model), torch.inference_mode():
+        yield
+
+
+@contextmanager
+def judged(model: torch.nn.Module) -> Iterator[None]:
+    """The same, for tensors that a task may keep and train with later."""
     was_training = model.training
     model.eval()
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             yield
     finally:
         model.train(was_training)
