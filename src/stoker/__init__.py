@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from stoker import train as _train
 
 if TYPE_CHECKING:
+    from stoker.data.arrays import from_arrays
     from stoker.data.batch import Batch
     from stoker.data.columns import from_parquet
     from stoker.data.loader import Loader, LoaderConfig
-    from stoker.data.own import Samples, from_arrays, from_dataset, from_files
+    from stoker.data.own import Samples, from_dataset, from_files
     from stoker.data.pack import pack
     from stoker.data.source import RunData
     from stoker.data.store import open_store
@@ -44,7 +45,7 @@ _HOMES = {
     "TrainConfig": "train.config",
     "UserError": "errors",
     "config": "settings",
-    "from_arrays": "data.own",
+    "from_arrays": "data.arrays",
     "from_dataset": "data.own",
     "from_files": "data.own",
     "from_parquet": "data.columns",

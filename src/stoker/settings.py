@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, dataclass_transform, get_type_hints
+from types import UnionType
+from typing import Any, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml import YAML
@@ -296,10 +297,17 @@ def _known_names(top: Any, prefix: str = "") -> dict[str, str]:
         if dataclasses.is_dataclass(value):
             known |= _known_names(value, f"{path}.")
             continue
-        for note in getattr(_hints(type(top))[field.name], "__metadata__", ()):
+        for note in _notes(_hints(type(top))[field.name]):
             if isinstance(note, AlsoCalled):
                 known |= {f"{prefix}{name}": path for name in note.names}
     return known
+
+
+def _notes(hint: Any) -> Iterator[Any]:
+    """What stands beside a type, also inside of `... | None`."""
+    yield from getattr(hint, "__metadata__", ())
+    for inner in get_args(hint) if get_origin(hint) in (Union, UnionType) else ():
+        yield from _notes(inner)
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:

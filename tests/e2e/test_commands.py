@@ -56,7 +56,7 @@ def test_a_saved_configuration_is_a_target(stoker: Stoker, events_dir: Path) -> 
     again = stoker.json("train", saved)
     assert stoker.losses(stoker.folder / first["run"]) == stoker.losses(stoker.folder / again["run"])
     origins = stoker.json("config", saved, "--train.lr", "1e-4")
-    assert origins["train.lr"] == {"value": 1e-4, "origin": "the command line"}
+    assert (origins["train.lr"]["value"], origins["train.lr"]["origin"]) == (1e-4, "the command line")
     assert origins["train.steps"]["origin"].startswith("the file")
 
 

@@ -165,10 +165,10 @@ def test_rows_with_one_id_are_a_sample(tmp_path: Path) -> None:
         (lambda folder: stoker.from_parquet(folder / "absent"), "no file and no folder"),
         (lambda folder: stoker.from_parquet(folder), "holds no .parquet"),
         (lambda folder: stoker.from_arrays(x=np.ones(3), y=np.ones(4)), "different numbers of samples"),
-        (lambda folder: stoker.from_arrays(x=np.array(["a"])), "array of numbers"),
+        (lambda folder: stoker.from_arrays(x=np.array(["a"])), "type for"),
         (lambda folder: stoker.from_arrays(x=np.ones(0)), "no samples"),
         (lambda folder: stoker.from_arrays(), "at least one column"),
-        (lambda folder: stoker.from_arrays(x=np.ones(3)).loader(), "batch_size or by batch_cost"),
+        (lambda folder: stoker.from_arrays(x=np.ones(3)).loader(), "needs a size"),
         (lambda folder: stoker.from_arrays(x=np.ones(3)).run_data(validation=0.001), "both are needed"),
     ],
 )
@@ -258,3 +258,94 @@ def test_lightning_trains_with_our_loader(tmp_path: Path, monkeypatch: pytest.Mo
     assert trainer.num_training_batches == len(loader) == 6
     again = stoker.from_arrays(x=x, y=x.sum(1)).loader(16, seed=1)
     assert seen == [*rows(again), *rows(again)]
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_rank_that_gets_nothing_of_the_last_step_takes_part_all_the_same(processes: int) -> None:
+    samples = stoker.from_dataset(Numbers(), processes=processes)  # 50: the last step of 7 has one sample
+    shares = [list(samples.loader(7, rank=rank, num_ranks=2)) for rank in range(2)]
+    assert len(shares[0]) == len(shares[1]) == 8
+    assert [len(share[-1][0]) for share in shares] in ([1, 0], [0, 1])
+    assert all(share[-1][0].shape[1:] == (3,) for share in shares)
+
+
+def test_columns_that_cannot_be_batches_are_named() -> None:
+    for columns, said in (
+        ({"x": list("abc")}, "type for"),
+        ({"x": [[1], [[2]]]}, "different shapes"),
+        ({"x": torch.ones(3).bfloat16()}, "no array of numbers"),
+        ({"x": np.ma.array(np.ones(3), mask=[1, 0, 0])}, "masked"),
+        ({"x": np.ones(3, np.longdouble)}, "type for"),
+        ({"rows": np.ones(3)}, "rename it"),
+        ({"x": [np.ones(2)] * 3, "x_offsets": np.ones(3)}, "rename it"),
+    ):
+        with pytest.raises(UserError, match=said):
+            stoker.from_arrays(**columns)
+    samples = stoker.from_arrays(
+        x=np.arange(6, dtype=">f4"), y=[[] if row % 2 else np.ones(2, np.int32) for row in range(6)]
+    )
+    (batch,) = samples.loader(6, shuffle=False)
+    assert batch["x"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert batch["y"].dtype == torch.int32
+
+
+def test_settings_of_a_loader_are_checked() -> None:
+    samples = stoker.from_arrays(x=np.arange(9))
+    for words, said in (
+        ({"batch_size": 0}, "greater than or equal to 1"),
+        ({"batch_size": 4, "num_workers": 3}, "threads"),
+        ({"batch_size": 4, "seed": -1}, "seed"),
+        ({"batch_size": 4, "device": "nothing"}, "no device"),
+        ({"batch_size": 4, "rank": 2, "num_ranks": 2}, "no rank 2"),
+    ):
+        with pytest.raises(UserError, match=said):
+            samples.loader(**words)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="no position"):
+        samples.loader(4).load_state_dict({"seed": 0, "epoch": 0, "consumed": 10})
+    with pytest.raises(UserError, match="no position"):
+        samples.loader(4).load_state_dict({"place": 3})
+    for share in (0, 1, -0.5, 3):
+        with pytest.raises(UserError, match="between 0 and 1"):
+            samples.run_data(share)
+    with pytest.raises(UserError, match="must be JSON"):
+        samples.run_data(0.5, {"mean": np.ones(3)})
+    with pytest.raises(UserError, match="one a sample"):
+        stoker.from_dataset(Numbers(), costs=[1, 2])
+    with pytest.raises(UserError, match="map-style"):
+        stoker.from_dataset(iter([1]))
+
+
+def test_parquet_files_that_do_not_fit_together_are_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": pa.array([[1.0]], pa.list_(pa.float32()))}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"x": pa.array([[0.1]], pa.list_(pa.float64()))}), tmp_path / "b.parquet")
+    with pytest.raises(UserError, match="not what the first file has"):
+        stoker.from_parquet(tmp_path)
+    for name in ("a", "b"):
+        pq.write_table(pa.table({"id": [1, 7], "x": [1, 2]}), tmp_path / f"{name}.parquet")
+    with pytest.raises(UserError, match="id 1 are in several files"):
+        stoker.from_parquet(tmp_path, sample="id")
+    pq.write_table(pa.table({"../../away": [[1]]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="cannot be the name of a column"):
+        stoker.from_parquet(tmp_path / "a.parquet")
+
+
+def test_files_of_the_same_names_sizes_and_times_elsewhere_are_other_files(tmp_path: Path) -> None:
+    import os
+
+    found = []
+    for folder, value in (("one", 1.0), ("two", 5.0)):
+        (tmp_path / folder).mkdir()
+        file = tmp_path / folder / "a.parquet"
+        pq.write_table(pa.table({"x": [[value]], "y": [1]}), file, compression="none", use_dictionary=False)
+        os.utime(file, (0, 0))
+        (batch,) = stoker.from_parquet(tmp_path / folder).loader(1)
+        found.append((file.stat().st_size, batch["x"].item()))
+    assert [size for size, _ in found] == [found[0][0]] * 2
+    assert [value for _, value in found] == [1.0, 5.0]
+
+
+def test_samples_without_a_single_value_are_samples(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": pa.array([[], []], pa.list_(pa.int32())), "y": [1, 2]}), tmp_path / "a.parquet")
+    (batch,) = stoker.from_parquet(tmp_path / "a.parquet").loader(2)
+    assert batch["offsets"].tolist() == [0, 0, 0]
+    assert sorted(batch["y"].tolist()) == [1, 2]

@@ -11,16 +11,18 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from stoker import console
 from stoker.data.cache import cache_folder, cache_lock
 from stoker.data.loader import LoaderConfig
-from stoker.data.locations import Location, is_folder, list_folder, stat
-from stoker.data.own import Samples, store_samples
+from stoker.data.locations import Location, identity, is_folder, list_folder, named, stat
+from stoker.data.own import Samples
 from stoker.data.pack import Packing, ShardContent, pack
 from stoker.data.parquet import as_array, named_if_damaged, open_parquet
+from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices, offsets_of
-from stoker.data.samples import SampleTable, new_table, open_table
+from stoker.data.samples import SampleTable, check_column_name, new_table, open_table
 from stoker.data.store import PackedStore, is_store, open_store
 from stoker.errors import UserError
 
@@ -30,10 +32,12 @@ VERSION = 1  # of what is made of the files
 def from_parquet(path: Location | str, columns: Sequence[str] | None = None, *, sample: str | None = None) -> Samples:
     """The samples of a Parquet file, or of all files of a folder in the order of their names; all columns of numbers, or
     those that are named."""
-    root = Location(path)
+    root = named(path)
     files = _files(root)
-    layout = _layout(root / files[0] if is_folder(root) else root, columns, sample)
-    digest = hashlib.sha256(f"{VERSION} {layout}".encode())
+    chosen = [columns] if isinstance(columns, str) else None if columns is None else list(dict.fromkeys(columns))
+    layout = _layout(root / files[0] if is_folder(root) else root, chosen, sample)
+    # With the place: files elsewhere may have the same names, sizes and times.
+    digest = hashlib.sha256(f"{VERSION} {layout} {identity(root)}".encode())
     for name in files:
         found = stat(root / name if is_folder(root) else root)
         assert found is not None, "listed a moment ago"
@@ -41,7 +45,20 @@ def from_parquet(path: Location | str, columns: Sequence[str] | None = None, *, 
     folder = cache_folder() / "packed" / f"parquet-{digest.hexdigest()[:16]}"
     with cache_lock(folder, f"Another process packs {root}: waiting for it."):
         store = open_store(folder) if is_store(folder) else _pack(root, files, layout, folder, digest.hexdigest())
-    return store_samples(store, list(layout.labels))
+    return _store_samples(store, list(layout.labels))
+
+
+def _store_samples(store: PackedStore, labels: Sequence[str]) -> Samples:
+    """A packed store: ragged columns as flat tensors with one `offsets`, and label columns of its table."""
+
+    def read(micro: MicroBatch) -> dict[str, torch.Tensor]:
+        found = store.gather(micro)
+        batch = {name: torch.from_numpy(column) for name, column in found.columns.items()}
+        batch |= {name: torch.from_numpy(np.asarray(store.table.columns[name][found.rows])) for name in labels}
+        return {**batch, "offsets": torch.from_numpy(found.offsets), "rows": torch.from_numpy(found.rows)}
+
+    width = sum(column.dtype.itemsize for column in store.columns.values())
+    return Samples(store.table, read, store.files_of, bytes_per_cost=3.0 * width + 16)
 
 
 @dataclass(frozen=True)
@@ -58,22 +75,28 @@ def _files(root: Location) -> list[str]:
         if stat(root) is None:
             raise UserError(f"There is no file and no folder {root}.")
         return [root.name]
-    names = [name for name, found in list_folder(root).items() if name.endswith(".parquet") and not found.is_folder]
+    names = [
+        name for name, found in list_folder(root).items() if name.lower().endswith(".parquet") and not found.is_folder
+    ]
     if not names:
         raise UserError(f"{root} holds no .parquet files.")
     return names
 
 
 def _layout(first: Location, columns: Sequence[str] | None, sample: str | None) -> _Layout:
+    if columns is not None and not columns:
+        raise UserError("from_parquet was given an empty list of columns: name some, or none for all of them.")
     schema = open_parquet(first, [*(columns or ()), *([sample] if sample else [])]).schema_arrow
+    if len(set(schema.names)) != len(schema.names):
+        raise UserError(f"{first} has several columns of one name.")
     ragged: dict[str, str] = {}
     labels: dict[str, str] = {}
-    for name in columns or schema.names:
+    for name in dict.fromkeys([*(columns or schema.names), *([sample] if sample else [])]):
         kind = schema.field(name).type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
         value = kind.value_type if is_list else kind
         if not (pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)):
-            if columns is not None:
+            if columns is not None or name == sample:
                 raise UserError(f"The column {name} of {first} holds {kind}; numbers, or lists of them, can be used.")
             console.say(f"{first}: the column {name} holds {kind} and is left out.")
             continue
@@ -83,7 +106,11 @@ def _layout(first: Location, columns: Sequence[str] | None, sample: str | None) 
             )
         dtype = np.dtype(value.to_pandas_dtype()).str
         if name == sample:
-            labels[name] = dtype
+            if not pa.types.is_integer(kind):
+                raise UserError(
+                    f"The column {name} of {first} holds {kind}; what tells samples apart must be whole numbers."
+                )
+            labels[name] = "<i8"
         elif is_list or sample is not None:
             ragged[name] = dtype
         else:
@@ -93,11 +120,11 @@ def _layout(first: Location, columns: Sequence[str] | None, sample: str | None) 
             f"{first} has no column of lists: name the column whose equal values are a sample "
             f"(stoker.from_parquet({str(first)!r}, sample='id')), or read plain columns into stoker.from_arrays(...)."
         )
-    reserved = {"rows", "offsets", "shard", "first", "count", "id"} & {*ragged, *labels}
-    if sample is not None:
-        reserved -= {sample}
-    if reserved:
-        raise UserError(f"The column {min(reserved)} of {first} has a name that batches use themselves: rename it.")
+    used = {"rows", "offsets", "shard", "first", "count", *({"id"} - {sample})} & {*ragged, *labels}
+    if used:
+        raise UserError(f"The column {min(used)} of {first} has a name that batches use themselves: rename it.")
+    for name in (*ragged, *labels):
+        check_column_name(name)
     return _Layout(ragged, labels, sample)
 
 
@@ -111,8 +138,10 @@ class _File:
 def _read(path: Location, layout: _Layout, *, values: bool) -> _File:
     """One file; without `values` only what tells samples apart."""
     names = [*layout.labels, *layout.ragged]
+    file = open_parquet(path, names)
+    _check_same(file.schema_arrow, layout, path)
     with named_if_damaged(path):
-        table = open_parquet(path, names).read(columns=names, use_threads=False)
+        table = file.read(columns=names, use_threads=False)
     labels = {name: as_array([table.column(name)], kind, name, path) for name, kind in layout.labels.items()}
     if layout.sample is not None:
         ids = labels[layout.sample]
@@ -138,6 +167,21 @@ def _read(path: Location, layout: _Layout, *, values: bool) -> _File:
     return _File(lengths[first], labels, flat)
 
 
+def _check_same(schema: Any, layout: _Layout, path: Location) -> None:
+    """A file whose columns have other types than those of the first would be rounded, or read as something else."""
+    for name, wanted in {**layout.ragged, **layout.labels}.items():
+        kind = schema.field(name).type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        value = kind.value_type if is_list else kind
+        fits = name == layout.sample and pa.types.is_integer(value)
+        try:
+            fits = fits or np.dtype(value.to_pandas_dtype()) == np.dtype(wanted)
+        except (TypeError, NotImplementedError):
+            fits = False
+        if not fits or is_list != (name in layout.ragged and layout.sample is None):
+            raise UserError(f"{path}: the column {name} holds {kind}, which is not what the first file has ({wanted}).")
+
+
 def _lengths(column: Any, name: str, path: Location) -> Indices:
     if column.null_count:
         raise UserError(f"{path}: the column {name} has {column.null_count:,} empty values where each must be a list.")
@@ -154,6 +198,13 @@ def _pack(root: Location, files: list[str], layout: _Layout, folder: Any, finger
     if not size:
         raise UserError(f"{root} holds no samples.")
     listing = folder.with_name(f"{folder.name}.table")
+    if layout.sample is not None:
+        ids = np.concatenate([one.labels[layout.sample] for one in scanned])
+        values, counts = np.unique(ids, return_counts=True)
+        if (counts > 1).any():
+            raise UserError(
+                f"{root}: rows of {layout.sample} {values[counts > 1][0]} are in several files. A sample lies in one file."
+            )
     with new_table(listing, size, kinds, files, fingerprint) as writer:
         number = 0
         for shard, one in enumerate(scanned):

@@ -38,6 +38,14 @@ def parse(text: Any) -> Any:
     return text
 
 
+def named(text: "Location | str") -> Location:
+    """A place that a program names."""
+    try:
+        return Location(parse(text))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{error}.") from error
+
+
 DataPath = Annotated[Location, BeforeValidator(parse)]  # a key of a configuration that names data
 
 

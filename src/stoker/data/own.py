@@ -6,8 +6,8 @@ engine. Every batch carries its labels and `rows`, which samples it holds: nothi
 
 import dataclasses
 import hashlib
+import json
 import pickle
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,17 +20,17 @@ import torch
 from stoker.data.batch import map_leaves
 from stoker.data.device import feed
 from stoker.data.loader import Loader, LoaderConfig, loader_of
-from stoker.data.locations import Location, list_folder
+from stoker.data.locations import Location, is_folder, list_folder, named
 from stoker.data.order import ExactOrder, StorageOrder, hashed
 from stoker.data.plan import MicroBatch, Position
 from stoker.data.processes import Processes
-from stoker.data.ragged import Array, Indices, offsets_of, range_indices
+from stoker.data.ragged import Array, Indices, offsets_of
 from stoker.data.samples import ListSubset, SampleTable, Subset, whole
 from stoker.data.source import RunData
 from stoker.data.stages import Stage
-from stoker.data.store import PackedStore
 from stoker.errors import UserError
 from stoker.runs.environment import environment_number
+from stoker.settings import Layer, resolve
 
 ROOM_BYTES = 64 << 20  # of a process: a larger answer goes through a pipe
 
@@ -60,21 +60,33 @@ class Samples:
     ) -> "EpochLoader":
         """For a loop of one's own: each `for` over it is an epoch. `settings` are those of LoaderConfig, such as batch_cost,
         threads and look_ahead. Ranks are found as torchrun names them."""
-        config = LoaderConfig(batch_size=batch_size, **settings)
+        if batch_size is None and settings.get("batch_cost") is None:
+            raise UserError("A step needs a size: loader(batch_size=64), or loader(batch_cost=10_000).")
+        config, _ = resolve(LoaderConfig(), [Layer("loader(...)", {"batch_size": batch_size, **settings})])
+        if not isinstance(seed, int) or seed < 0:
+            raise UserError(f"A seed is a whole number from 0 on, not {seed!r}.")
         data = self.run_data(validation=None)
         if not shuffle:
             data = dataclasses.replace(data, order=lambda seed, epoch: StorageOrder())
-        where = torch.device(device)
         own = environment_number("RANK") if rank is None else rank
         count = max(1, environment_number("WORLD_SIZE")) if num_ranks is None else num_ranks
-        loader = loader_of(data, config, where, training=True, rank=own, num_ranks=count)
-        return EpochLoader(loader, seed, where)
+        if not 0 <= own < count:
+            raise UserError(f"There is no rank {own} of {count}.")
+        target = _device(device)
+        loader = loader_of(data, config, target, training=True, rank=own, num_ranks=count)
+        return EpochLoader(loader, seed, target)
 
     def run_data(self, validation: float | None = 0.1, facts: Mapping[str, Any] | None = None) -> RunData:
         """What a recipe hands to the engine. `validation` is the share that is held out, told by a hash of each number."""
         everything: Subset = whole(self.table)
         training, held = everything, everything
+        try:
+            json.dumps(facts or {}, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"The facts must be JSON, for the run to keep: {error}.") from error
         if validation is not None:
+            if not 0 < validation < 1:
+                raise UserError(f"The share that is held out lies between 0 and 1, and is {validation}.")
             drawn = hashed(np.arange(len(self), dtype=np.uint64)) < np.uint64(validation * 2**64)
             training, held = ListSubset(np.flatnonzero(~drawn)), ListSubset(np.flatnonzero(drawn))
             if not len(training) or not len(held):
@@ -134,7 +146,13 @@ class EpochLoader:
         return dataclasses.asdict(self._position)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._position, self._goes_on = Position(**state), True
+        try:
+            position = Position(**{name: int(value) for name, value in state.items()})
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{state} is no position of a loader: {error}.") from error
+        if not 0 <= position.consumed <= len(self._loader.plan) or min(position.seed, position.epoch) < 0:
+            raise UserError(f"{state} is no position in {len(self._loader.plan):,} samples: is it of other data?")
+        self._position, self._goes_on = position, True
 
 
 @dataclass(frozen=True)
@@ -151,30 +169,6 @@ class Collated:
         return self.values[key]
 
 
-def from_arrays(**columns: Any) -> Samples:
-    """Arrays of one length, a row a sample; a list of arrays is a ragged column: one flat tensor and `NAME_offsets`."""
-    if not columns:
-        raise UserError("stoker.from_arrays needs at least one column: stoker.from_arrays(x=x, y=y).")
-    parts = {name: _column(name, values) for name, values in columns.items()}
-    sizes = {name: len(part) for name, part in parts.items()}
-    if len(set(sizes.values())) > 1:
-        raise UserError(f"The columns have different numbers of samples: {sizes}.")
-    size = next(iter(sizes.values()))
-    costs = sum((part.counts for part in parts.values() if isinstance(part, _RaggedColumn)), np.zeros(size, np.int64))
-    digest = zlib.crc32(repr(list(parts)).encode())
-    for part in parts.values():
-        digest = zlib.crc32(np.ascontiguousarray(part.content).tobytes(), digest)
-
-    def read(micro: MicroBatch) -> dict[str, torch.Tensor]:
-        batch = {"rows": torch.from_numpy(micro.rows)}
-        for name, part in parts.items():
-            batch |= part.take(name, micro.rows)
-        return batch
-
-    table = _table(size, np.maximum(costs, 1), f"arrays {digest:08x} {size}")
-    return Samples(table, read, lambda rows: "arrays in memory")
-
-
 def from_dataset(
     items: Any,
     *,
@@ -188,11 +182,15 @@ def from_dataset(
     Threads read it; `processes` do where reading keeps Python busy (made here, by forking: before CUDA is used). `name`
     tells one set from another when a run is resumed.
     """
+    if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
+        raise UserError(f"A {type(items).__name__} has no length or no items by number: a map-style dataset is needed.")
     size = len(items)
     put_together = collate or torch.utils.data.default_collate
     several = getattr(items, "__getitems__", None)
 
     def make(rows: list[int]) -> Any:
+        if not rows:  # a rank that got nothing of a short last step: the same structure with no samples
+            return map_leaves(make([0]), lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf)
         return put_together(several(rows) if several is not None else [items[row] for row in rows])
 
     pool = Processes(lambda rows, room: _packed(make(rows), room), processes, ROOM_BYTES) if processes else None
@@ -201,11 +199,15 @@ def from_dataset(
         rows = micro.rows.tolist()
         values = make(rows) if pool is None else pool.run([rows], _unpacked)[0]
         numbers = torch.from_numpy(micro.rows)
+        if isinstance(values, Mapping) and "rows" in values:
+            raise UserError("The samples have a key `rows`, which batches use themselves: rename it.")
         return {**values, "rows": numbers} if isinstance(values, Mapping) else Collated(values, numbers)
 
     words = name or f"{type(items).__module__}.{type(items).__qualname__}"
     weights = np.ones(size, np.int64) if costs is None else np.asarray(costs, np.int64)
-    table = _table(size, weights, f"dataset {hashlib.sha256(words.encode()).hexdigest()[:16]} {size}")
+    if weights.shape != (size,) or (weights < 1).any():
+        raise UserError(f"costs must be {size:,} whole numbers from 1 on, one a sample.")
+    table = memory_table(size, weights, f"dataset {hashlib.sha256(words.encode()).hexdigest()[:16]} {size}")
     return Samples(table, read, lambda rows: words)
 
 
@@ -218,7 +220,9 @@ def from_files(
     processes: int = 0,
 ) -> Samples:
     """A file a sample: all files below a folder, in the order of their names, or those with these endings."""
-    root = Location(folder)
+    root = named(folder)
+    if not is_folder(root):
+        raise UserError(f"There is no folder {root}.")
     found = sorted(_below(root, endings))
     if not found:
         raise UserError(f"{root} holds no files{f' that end in {endings}' if endings else ''}.")
@@ -233,19 +237,6 @@ def from_files(
     names = hashlib.sha256("\n".join(f"{name} {size}" for name, size in found).encode()).hexdigest()
     made = from_dataset(Files(), collate=collate, processes=processes, name=names)
     return dataclasses.replace(made, files_of=lambda rows: ", ".join(str(root / found[row][0]) for row in rows[:3]))
-
-
-def store_samples(store: PackedStore, labels: Sequence[str]) -> Samples:
-    """A packed store: ragged columns as flat tensors with one `offsets`, and label columns of its table."""
-
-    def read(micro: MicroBatch) -> dict[str, torch.Tensor]:
-        found = store.gather(micro)
-        batch = {name: torch.from_numpy(column) for name, column in found.columns.items()}
-        batch |= {name: torch.from_numpy(np.asarray(store.table.columns[name][found.rows])) for name in labels}
-        return {**batch, "offsets": torch.from_numpy(found.offsets), "rows": torch.from_numpy(found.rows)}
-
-    width = sum(column.dtype.itemsize for column in store.columns.values())
-    return Samples(store.table, read, store.files_of, bytes_per_cost=3.0 * width + 16)
 
 
 class _AsArray:
@@ -284,46 +275,19 @@ def _unpacked(answer: tuple[bytes, list[int]], room: memoryview) -> Any:
     return map_leaves(plain, lambda leaf: torch.from_numpy(leaf.array) if isinstance(leaf, _AsArray) else leaf)
 
 
-@dataclass(frozen=True)
-class _DenseColumn:
-    content: Array
-
-    def __len__(self) -> int:
-        return len(self.content)
-
-    def take(self, name: str, rows: Indices) -> dict[str, torch.Tensor]:
-        return {name: torch.from_numpy(self.content[rows])}
-
-
-@dataclass(frozen=True)
-class _RaggedColumn:
-    content: Array
-    first: Indices
-    counts: Indices
-
-    def __len__(self) -> int:
-        return len(self.counts)
-
-    def take(self, name: str, rows: Indices) -> dict[str, torch.Tensor]:
-        indices, offsets = range_indices(self.first[rows], self.counts[rows])
-        return {name: torch.from_numpy(self.content[indices]), f"{name}_offsets": torch.from_numpy(offsets)}
+def _device(name: "str | torch.device") -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(f"{name!r} is no device: use cpu, cuda, cuda:N or auto.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"The device is {device}, and torch sees no GPU here. Use cpu or auto.")
+    return device
 
 
-def _column(name: str, values: Any) -> _DenseColumn | _RaggedColumn:
-    if isinstance(values, list | tuple):
-        pieces = [np.asarray(piece) for piece in values]
-        if any(piece.ndim == 0 for piece in pieces):
-            return _DenseColumn(np.asarray(values))
-        counts = np.array([len(piece) for piece in pieces], np.int64)
-        content = np.concatenate(pieces) if pieces else np.zeros(0)
-        return _RaggedColumn(content, offsets_of(counts)[:-1], counts)
-    array = np.asarray(values)
-    if array.ndim == 0 or array.dtype.kind not in "biuf":
-        raise UserError(f"The column {name} must be an array of numbers, one row a sample, not {array.dtype}.")
-    return _DenseColumn(array)
-
-
-def _table(size: int, costs: Indices, fingerprint: str) -> SampleTable:
+def memory_table(size: int, costs: Indices, fingerprint: str) -> SampleTable:
     if not size:
         raise UserError("There are no samples.")
     columns: dict[str, Array] = {

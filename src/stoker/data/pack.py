@@ -27,7 +27,7 @@ from stoker.data.loader import LoaderConfig
 from stoker.data.order import ExactOrder
 from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices, offsets_of, range_indices
-from stoker.data.samples import PLACE_COLUMNS, SampleTable, new_table, open_table, shard_rows
+from stoker.data.samples import PLACE_COLUMNS, SampleTable, check_column_name, new_table, open_table, shard_rows
 from stoker.data.store import MANIFEST, VERSION, PackedStore, column_path, is_store, open_store
 from stoker.errors import MachineError, UserError
 from stoker.files import file_lock, said_if_full, sync_folder, write_json
@@ -88,6 +88,8 @@ def pack(out: Path, packing: Packing, *, threads: int, rank: int = 0, num_ranks:
 
     Returns the store, or None on a rank that left others at work.
     """
+    for name in packing.columns:
+        check_column_name(name)
     if out.exists():
         raise UserError(f"{out} exists already. Choose another name, or remove it to pack again.")
     work = out.with_name(f".{out.name}.packing")

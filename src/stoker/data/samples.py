@@ -7,6 +7,7 @@ The table is made once, beside a fingerprint of its source, and opens in O(1) ti
 import hashlib
 import io
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,11 +46,19 @@ class SampleTable:
         return self.columns["count"][rows].astype(np.int64)
 
 
+def check_column_name(name: str) -> None:
+    """A column is a file: its name must not lead anywhere else, nor be that of another file of a table."""
+    if not re.fullmatch(r"\w[\w .:-]*", name) or name == "blocks":
+        raise UserError(f"{name!r} cannot be the name of a column: use letters, digits, dashes, dots and underscores.")
+
+
 class TableWriter:
     """Fills the columns of a table chunk by chunk."""
 
     def __init__(self, folder: Path, num_samples: int, num_shards: int, labels: Mapping[str, npt.DTypeLike]) -> None:
         types = PLACE_COLUMNS | dict(labels)
+        for name in types:
+            check_column_name(name)
         self.columns = {
             name: open_memmap(folder / f"{name}.npy", mode="w+", dtype=np.dtype(kind), shape=(num_samples,))
             for name, kind in types.items()

@@ -97,6 +97,8 @@ def _map_column(path: Location, name: str, kind: str, num_elements: int) -> Arra
             f"{file} {'is missing' if size is None else f'has {size:,} bytes'}, and should have {needed:,}: the store is "
             f"damaged. Pack it again."
         )
+    if not num_elements:
+        return np.zeros(0, kind)  # there is nothing to map
     # A plain array over the map: a memmap object would cost time in every operation on it.
     return np.asarray(np.memmap(open_local(file), dtype=kind, mode="r", shape=(num_elements,)))
 
