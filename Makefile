@@ -10,7 +10,7 @@ demo: .venv/ready  ## simulate, train, evaluate, print a result table
 	$(BIN)/stoker runs
 
 test: check  ## formatting, lint, types, import contract, and every test
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: .venv/ready  ## the cases that the gate has only a few of: twenty faults in a row
 	STOKER_SLOW=1 $(BIN)/python -m pytest tests/e2e/test_ranks_survive.py

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,20 @@ def make_pictures(folder: Path) -> None:
     (folder / "drawn" / "train").rename(folder / "pictures")
 
 
+def wait_for_the_ranks(folder: Path) -> None:
+    """Those of a launcher that was killed notice it, save and end."""
+
+    def works_there(process: psutil.Process) -> bool:
+        try:
+            return process.cwd() == str(folder)
+        except psutil.Error:
+            return False
+
+    deadline = time.monotonic() + 60
+    while any(map(works_there, psutil.process_iter())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize("name", ["waves", "pictures", "loop"])
 def test_an_example_has_at_most_40_lines(name: str) -> None:
     assert len(BLOCKS[name].strip().splitlines()) <= 40
@@ -68,6 +83,7 @@ def test_a_recipe_of_one_s_own_survives_a_kill(
     expected = whole.losses(whole.only_run())
     assert list(expected) == list(range(1, 13))
     run = killed.kill_after(5, *words, *many)
+    wait_for_the_ranks(killed.folder)
     elsewhere = killed.folder / "elsewhere"  # the module is found again from there
     elsewhere.mkdir()
     resumed = Stoker(elsewhere)
