@@ -113,3 +113,16 @@ def test_a_prediction_that_was_stopped_goes_on(run: Path, events_dir: Path, monk
     monkeypatch.setattr(prediction, "_directions", whole)
     assert commands.predict(*words)["predicted_now"] == 300
     assert len(Path("out.csv").read_text().splitlines()) == 601
+
+
+def test_another_detector_is_not_predicted_for(run: Path, own_events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stoker.errors import UserError
+    from stoker.launch import commands
+
+    monkeypatch.chdir(run.parent)
+    geometry = own_events / "sensor_geometry.csv"
+    lines = geometry.read_text().splitlines()
+    sensor, x, y, z = lines[7].split(",")
+    geometry.write_text("\n".join([*lines[:7], f"{sensor},{float(x) + 300},{y},{z}", *lines[8:]]) + "\n")
+    with pytest.raises(UserError, match="not the one that the run was trained for"):
+        commands.predict(run, own_events, Path("moved.csv"), "last", "auto", ["--run.device", "cpu"])

@@ -21,7 +21,7 @@ from stoker.data.stages import Stage
 from stoker.errors import UserError
 from stoker.launch import commands
 from stoker.launch.build import rebuild
-from stoker.launch.checks import check_facts
+from stoker.launch.checks import check_facts, check_same_split
 from stoker.launch.targets import Target
 from stoker.recipe import Recipe, RunConfig, RunSettings
 from stoker.runs.events import read_events
@@ -276,3 +276,43 @@ def test_data_with_other_facts_do_not_fit_the_run(tmp_path: Path) -> None:
         check_facts(folder, replace(data, facts={"offset": 51.0}))
     with pytest.raises(UserError, match="classes"):
         check_facts(folder, replace(data, facts={"offset": 50.0, "classes": ["a"]}))
+
+
+def test_facts_are_what_the_run_keeps_from_the_beginning(tmp_path: Path) -> None:
+    built: list[Any] = []
+
+    class Remembers(Sums):
+        def __init__(self, offset: Any) -> None:
+            super().__init__(50.0)
+            built.append(offset)
+
+    recipe = own_recipe(tmp_path / "table", as_dict, Remembers)
+    open_data = recipe.open_data
+    tuples = replace(
+        recipe, open_data=lambda run, device: replace(open_data(run, device), facts={"offset": ("a", {1: 2})})
+    )
+    folder = start(tuples).folder
+    check_facts(folder, tuples.open_data(recipe.presets["only"](), CPU))
+    rebuild(folder, Target(tuples, recipe.presets["only"](), {}), "last", "auto", Ranks())
+    assert built == [["a", {"1": 2}]] * 2
+    with pytest.raises(UserError, match="must be JSON"):
+        start(replace(recipe, open_data=lambda run, device: replace(open_data(run, device), facts={"offset": CPU})))
+
+
+def test_keys_that_mean_nothing_to_the_data_are_refused(tmp_path: Path) -> None:
+    recipe = own_recipe(tmp_path / "table", as_dict)
+    for name, value in (("sample_cost", 3), ("bad_shards", "quarantine"), ("window", 7)):
+        config = recipe.presets["only"]()
+        changed = replace(config, loader=replace(config.loader, **{name: value}))
+        with pytest.raises(UserError, match=f"loader.{name} means nothing"):
+            commands.start(Target(recipe, changed, {}))
+
+
+def test_samples_that_were_trained_on_are_not_judged(tmp_path: Path) -> None:
+    recipe = own_recipe(tmp_path / "table", as_dict)
+    folder = start(recipe).folder
+    data = recipe.open_data(recipe.presets["only"](), CPU)
+    check_same_split(folder, data)
+    with pytest.raises(UserError, match="held out differently"):
+        check_same_split(folder, replace(data, description={"fingerprint": "numbers", "validation": 30}))
+    check_same_split(folder, replace(data, description={"fingerprint": "others", "validation": 30}))

@@ -80,7 +80,7 @@ def test_an_epoch_is_a_for_and_a_position_is_where_it_goes_on() -> None:
 
 def test_steps_by_cost_are_counted_as_they_come() -> None:
     samples = stoker.from_arrays(x=[np.ones(size) for size in DICE.integers(1, 30, 200)])
-    loader = samples.loader(batch_cost=200, micro_cost=100, sample_cost=30)
+    loader = samples.loader(batch_cost=200, micro_cost=100)
     assert len(loader) == len(rows(loader)) > 10
 
 
@@ -224,7 +224,9 @@ def test_a_recipe_in_hand_is_trained_and_used(tmp_path: Path, monkeypatch: pytes
     )
     assert outcome.metrics["loss"] < 0.1
     assert outcome.table()[0] == ("validation", "loss", "samples")
-    used = stoker.load_run(outcome.folder.path, device="cpu", recipe=recipe)
+    used = stoker.load_run(outcome.folder, device="cpu", recipe=recipe)
+    with pytest.raises(UserError, match=r"recipe=RECIPE"):
+        stoker.load_run(outcome.folder, device="cpu")
     answer = used({"x": torch.ones(2, 4), "rows": torch.arange(2)})
     assert answer.shape == (2,)
     assert abs(float(answer[0]) - 4) < 1
@@ -349,3 +351,35 @@ def test_samples_without_a_single_value_are_samples(tmp_path: Path) -> None:
     (batch,) = stoker.from_parquet(tmp_path / "a.parquet").loader(2)
     assert batch["offsets"].tolist() == [0, 0, 0]
     assert sorted(batch["y"].tolist()) == [1, 2]
+
+
+def test_a_step_in_pieces_is_done_with_its_last_piece() -> None:
+    samples = stoker.from_arrays(x=[np.full(3, row) for row in range(20)])
+    whole_epoch = rows(samples.loader(8, seed=1, micro_cost=6))
+    for taken in range(len(whole_epoch)):
+        loader, rest = (samples.loader(8, seed=1, micro_cost=6) for _ in range(2))
+        steps = iter(loader)
+        seen = {row for _ in range(taken) for row in next(steps)["rows"].tolist()}
+        rest.load_state_dict(loader.state_dict())
+        left = [row for batch in rows(rest) for row in batch]
+        assert seen | set(left) == set(range(20))
+        assert len(left) == len(set(left))
+
+
+def test_links_back_up_are_not_followed(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("1")
+    (tmp_path / "round").symlink_to(tmp_path)
+    assert len(stoker.from_files(tmp_path, len, endings=[".TXT"])) == 4
+
+
+def test_losses_that_are_not_one_a_sample_are_named() -> None:
+    batch = {"x": torch.ones(4, 2), "y": torch.ones(4)}
+    flat = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Flatten(0))
+    for model, loss, said in (
+        (flat, torch.nn.MSELoss(), 'reduction="none"'),
+        (torch.nn.Linear(2, 1), torch.nn.MSELoss(reduction="none"), "squeeze"),
+    ):
+        task = stoker.Supervised(model, loss, inputs="x", target="y")
+        with pytest.raises(UserError, match=said):
+            task.losses(task.predict(batch), batch)

@@ -200,6 +200,8 @@ class Predict:
         if self.inputs is not None and self.data is not None:
             raise UserError(f"What to predict was given twice: {self.inputs} and --data {self.data}.")
         source = self.inputs or self.data
+        if source is not None and any(word.startswith("--data.path") for word in overrides):
+            raise UserError(f"What to predict was given twice: {source} and --data.path.")
         result = commands.predict(
             self.path, source, self.out, self.checkpoint, self.weights, overrides, trusted=self.trust
         )

@@ -8,6 +8,7 @@ is always a local path.
 import errno
 import os
 import stat as kinds
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -41,7 +42,7 @@ def parse(text: Any) -> Any:
 def named(text: "Location | str") -> Location:
     """A place that a program names."""
     try:
-        return Location(parse(text))
+        return Location(parse(text)).expanduser()
     except (TypeError, ValueError) as error:
         raise UserError(f"{error}.") from error
 
@@ -83,6 +84,20 @@ def list_folder(location: Location) -> dict[str, Stat]:
                 if error.errno not in (errno.ENOENT, errno.ELOOP):
                     raise
     return dict(sorted(listed.items()))
+
+
+def walk(folder: Location, before: str = "", seen: frozenset[str] = frozenset()) -> Iterator[tuple[str, Stat]]:
+    """All files below a folder by their names from there on, without hidden ones; a link back up is not followed."""
+    here = identity(folder)
+    if here in seen:
+        return
+    for name, found in list_folder(folder).items():
+        if name.startswith((".", "__")):  # hidden, or a program's own, such as __MACOSX
+            continue
+        if found.is_folder:
+            yield from walk(folder / name, f"{before}{name}/", seen | {here})
+        else:
+            yield f"{before}{name}", found
 
 
 def read(location: Location) -> bytes:

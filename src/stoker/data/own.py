@@ -20,7 +20,7 @@ import torch
 from stoker.data.batch import map_leaves
 from stoker.data.device import feed
 from stoker.data.loader import Loader, LoaderConfig, loader_of
-from stoker.data.locations import Location, is_folder, list_folder, named
+from stoker.data.locations import Location, is_folder, named, walk
 from stoker.data.order import ExactOrder, StorageOrder, hashed
 from stoker.data.plan import MicroBatch, Position
 from stoker.data.processes import Processes
@@ -62,6 +62,7 @@ class Samples:
         threads and look_ahead. Ranks are found as torchrun names them."""
         if batch_size is None and settings.get("batch_cost") is None:
             raise UserError("A step needs a size: loader(batch_size=64), or loader(batch_cost=10_000).")
+        _check_honoured(settings)
         config, _ = resolve(LoaderConfig(), [Layer("loader(...)", {"batch_size": batch_size, **settings})])
         if not isinstance(seed, int) or seed < 0:
             raise UserError(f"A seed is a whole number from 0 on, not {seed!r}.")
@@ -109,7 +110,7 @@ class Samples:
 
 class EpochLoader:
     """Batches for a loop of one's own. Each `iter` goes through an epoch, in an order of its own; `state_dict` says where it
-    stands, and the next `iter` after `load_state_dict` goes on from there."""
+    stands, and the next `iter` after `load_state_dict` goes on from there, with the whole of a step that comes in pieces."""
 
     def __init__(self, loader: Loader, seed: int, device: torch.device) -> None:
         self._loader, self._device = loader, device
@@ -137,8 +138,9 @@ class EpochLoader:
         self._goes_on = False
         epoch = self._position.epoch
         for step in feed(self._loader.steps(self._position, epoch + 1), self._device):
-            self._position = step.after
-            for batch in step.batches:
+            for number, batch in enumerate(step.batches, start=1):
+                if number == len(step.batches):  # a step in pieces is done with its last one, and not in between
+                    self._position = step.after
                 yield batch.values if isinstance(batch, Collated) else batch
         self._position, self._goes_on = Position(self._position.seed, epoch + 1), True
 
@@ -187,6 +189,8 @@ def from_dataset(
     size = len(items)
     put_together = collate or torch.utils.data.default_collate
     several = getattr(items, "__getitems__", None)
+    if processes < 0:
+        raise UserError(f"processes is {processes}: none are 0.")
 
     def make(rows: list[int]) -> Any:
         if not rows:  # a rank that got nothing of a short last step: the same structure with no samples
@@ -215,7 +219,7 @@ def from_files(
     folder: Location | str,
     decode: Callable[[Path], Any],
     *,
-    endings: tuple[str, ...] = (),
+    endings: Sequence[str] = (),
     collate: Callable[[list[Any]], Any] | None = None,
     processes: int = 0,
 ) -> Samples:
@@ -223,7 +227,8 @@ def from_files(
     root = named(folder)
     if not is_folder(root):
         raise UserError(f"There is no folder {root}.")
-    found = sorted(_below(root, endings))
+    suffixes = (endings,) if isinstance(endings, str) else tuple(endings)
+    found = sorted(_chosen(root, tuple(suffix.lower() for suffix in suffixes)))
     if not found:
         raise UserError(f"{root} holds no files{f' that end in {endings}' if endings else ''}.")
 
@@ -275,6 +280,12 @@ def _unpacked(answer: tuple[bytes, list[int]], room: memoryview) -> Any:
     return map_leaves(plain, lambda leaf: torch.from_numpy(leaf.array) if isinstance(leaf, _AsArray) else leaf)
 
 
+def _check_honoured(settings: Mapping[str, Any]) -> None:
+    for name in ("sample_cost", "bad_shards", "window"):
+        if name in settings:
+            raise UserError(f"{name} means nothing to these samples: they are not thinned, and no shards are read.")
+
+
 def _device(name: "str | torch.device") -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -299,11 +310,9 @@ def memory_table(size: int, costs: Indices, fingerprint: str) -> SampleTable:
     return SampleTable(("all",), columns, fingerprint, shard_starts=np.array([0, size]))
 
 
-def _below(folder: Location, endings: tuple[str, ...], before: str = "") -> Iterator[tuple[str, int]]:
-    for name, found in list_folder(folder).items():
-        if name.startswith("."):
-            continue
-        if found.is_folder:
-            yield from _below(folder / name, endings, f"{before}{name}/")
-        elif not endings or name.lower().endswith(endings):
-            yield f"{before}{name}", found.size
+def _chosen(folder: Location, endings: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    for name, found in walk(folder):
+        if not endings or name.lower().endswith(endings):
+            if not found.is_plain:
+                raise UserError(f"{folder / name} is no plain file.")
+            yield name, found.size

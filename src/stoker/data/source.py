@@ -40,5 +40,8 @@ class RunData:
     bad_samples: BadSamples = field(default_factory=BadSamples)
     cache_bytes: int = 0  # of the RAM budget that the source keeps for itself
     validation_stages: Sequence[Stage] | None = None  # where they differ from those of training
+    honours: frozenset[str] = (
+        frozenset()
+    )  # of loader's sample_cost, bad_shards and window, those that mean something here
     repeated: bool = False  # the training order names samples several times
     paired: bool = False  # a training sample has a partner in its micro-batch

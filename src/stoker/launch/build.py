@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from stoker import console, settings
 from stoker.data.loader import loader_of
 from stoker.errors import UserError
-from stoker.launch.checks import check_same_settings, read_facts
+from stoker.launch.checks import as_json, check_honoured, check_same_settings, read_facts
 from stoker.launch.targets import Target
 from stoker.recipe import Recipe, RunConfig, Trained
 from stoker.runs.folder import RunFolder
@@ -30,6 +31,8 @@ def build_run(recipe: Recipe, config: RunConfig, ranks: Ranks) -> Run:
     data = parallel.first_of_machine_first(ranks, lambda: recipe.open_data(config, device))
     parallel.join(ranks, config.run.device)
     check_same_settings(config)
+    check_honoured(config, data, recipe.name)
+    data = replace(data, facts=as_json(data.facts))
     _seed(config.run.seed)
     task = recipe.build_task(config, data.facts)
     # From here on each rank draws its own numbers (dropout); weights were drawn alike.
@@ -65,7 +68,10 @@ def rebuild(run: RunFolder, target: Target, which: str, weights: str, ranks: Ran
     if facts is None:
         console.say(f"{run.path} keeps no facts of its data (facts.json): opening them.")
         facts = target.recipe.open_data(target.config, device).facts
-    task = target.recipe.build_task(target.config, facts)
+    try:
+        task = target.recipe.build_task(target.config, facts)
+    except KeyError as error:
+        raise UserError(f"{run.facts} does not hold {error}, which the task is built from.") from error
     return trained(run, target, task, device, which, weights, ranks)
 
 

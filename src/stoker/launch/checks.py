@@ -1,11 +1,12 @@
 """What must agree before a run begins or goes on: ranks with each other, a run with its checkpoints and its data."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stoker import console, settings
+from stoker.data.loader import LoaderConfig
 from stoker.data.source import RunData
 from stoker.errors import UserError
 from stoker.launch.targets import Target
@@ -76,6 +77,38 @@ def check_same_data(run: RunFolder, data: RunData, overrides: Sequence[str]) -> 
     console.say("The data are not those that the run began with; going on, as asked.")
 
 
+def check_honoured(config: RunConfig, data: RunData, recipe: str) -> None:
+    """Keys of the loader that only some sources make use of are refused by the others."""
+    usual = LoaderConfig()
+    for name in ("sample_cost", "bad_shards", "window"):
+        if name not in data.honours and getattr(config.loader, name) != getattr(usual, name):
+            raise UserError(f"loader.{name} means nothing to the data of the recipe {recipe}: leave it out.")
+
+
+def as_json(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """As the run will keep them, so that a task is built of the same now and later."""
+    try:
+        kept: dict[str, Any] = json.loads(json.dumps(dict(facts), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"The facts of the data must be JSON, for the run to keep: {error}.") from error
+    return kept
+
+
+def check_same_split(run: RunFolder, data: RunData) -> None:
+    """Samples that a run was trained on must not be judged as if it had never seen them."""
+    began = next(read_events(run.events, Start), None)
+    if began is None or began.data.get("fingerprint") != data.description.get("fingerprint"):
+        return
+    now = as_json(data.description)
+    different = [key for key in ("split", "training", "validation") if began.data.get(key) != now.get(key)]
+    if different:
+        key = different[0]
+        raise UserError(
+            f"These are the data that the run was trained on, held out differently ({key} was {_short(began.data.get(key))} "
+            f"and is {_short(now.get(key))}): samples it has seen would be judged. Leave --data.* as they were."
+        )
+
+
 def read_facts(run: RunFolder) -> dict[str, Any] | None:
     """What a run keeps of its data; None: nothing, as runs of the first versions."""
     if not run.facts.is_file():
@@ -91,11 +124,11 @@ def read_facts(run: RunFolder) -> dict[str, Any] | None:
 
 def check_facts(run: RunFolder, data: RunData) -> None:
     """What a run keeps of its data, such as its classes, must be what the data say now."""
-    kept = read_facts(run)
+    kept, found = read_facts(run), as_json(data.facts)
     if kept is None:
         return
-    for name in sorted(kept.keys() | data.facts.keys()):
-        before, now = kept.get(name), data.facts.get(name)
+    for name in sorted(kept.keys() | found.keys()):
+        before, now = kept.get(name), found.get(name)
         if before != now:
             raise UserError(
                 f"The data do not fit the run: {name} in {run.facts} is {_short(before)}, and the data say {_short(now)}. "

@@ -20,7 +20,7 @@ from stoker.errors import Stopped, UserError
 from stoker.files import new_folder, write_bytes, write_json
 from stoker.launch import trust
 from stoker.launch.build import build_run, find_checkpoint, rebuild, trained
-from stoker.launch.checks import check_facts, check_same_data, check_unchanged
+from stoker.launch.checks import check_facts, check_same_data, check_same_split, check_unchanged
 from stoker.launch.targets import Target, find_recipe, resolve_target
 from stoker.recipe import Recipe, Trained
 from stoker.runs import schema as events
@@ -124,6 +124,7 @@ def evaluate_run(path: Path, which: str, weights: str, overrides: list[str], *, 
         run = build_run(target.recipe, target.config, ranks)
         check_facts(folder, run.data)
         check_same_data(folder, run.data, overrides)
+        check_same_split(folder, run.data)
         model = trained(folder, target, run.task, run.device, which, weights, ranks)
         model = replace(model, about=_about(folder, model, run))
         metrics = evaluate(run.task, run.validation, run.device, model.precision)

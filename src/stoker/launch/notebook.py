@@ -14,7 +14,7 @@ from stoker.launch.build import rebuild
 from stoker.launch.commands import Outcome
 from stoker.launch.targets import Target, resolve_target
 from stoker.recipe import Recipe, Trained
-from stoker.runs.folder import open_run
+from stoker.runs.folder import RunFolder, open_run
 from stoker.train.evaluate import inference
 from stoker.train.parallel import Ranks
 from stoker.train.precision import autocast
@@ -31,7 +31,7 @@ def train(target: str | Recipe, preset: str | None = None, **overrides: Any) -> 
 
 
 def load_run(
-    path: str | Path,
+    path: str | Path | RunFolder,
     *,
     checkpoint: str = "best",
     device: str = "auto",
@@ -39,7 +39,7 @@ def load_run(
     trust: bool = False,
 ) -> "LoadedRun":
     """The trained model of a run, to be called on batches or, where the recipe says how, on samples."""
-    run = open_run(Path(path))
+    run = open_run(path.path if isinstance(path, RunFolder) else Path(path))
     words = [f"--run.device={device}"]
     target = resolve_target(str(run.config), words, trusted=trust, recipe=recipe)
     return LoadedRun(rebuild(run, target, checkpoint, "auto", Ranks()), target.recipe)

@@ -14,6 +14,7 @@ from stoker.launch import trust
 from stoker.recipe import Recipe, RunConfig
 from stoker.settings import Layer
 
+IN_HAND = "notebook"  # stands before the name of a recipe that is an object of a program, and in no module
 COMMAND_LINE = "the command line"  # where a value came from
 BUILT_IN = {"icecube": "stoker.recipes.icecube.recipe:RECIPE", "imagenet": "stoker.recipes.imagenet.recipe:RECIPE"}
 OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(:[\w.-]+)?")  # module:attribute, module:attribute:preset
@@ -49,7 +50,7 @@ def resolve_target(target: str, overrides: list[str], *, trusted: bool = False, 
         recipe, preset, module = find_recipe(base, file, trusted=trusted)
     else:
         preset, module = _preset(recipe, base.rpartition(":")[2]), None
-        base = recipe.name
+        base = f"{IN_HAND}:{recipe.name}"
     layers.append(Layer(COMMAND_LINE, settings.parse_overrides(overrides)))
     config, origins = settings.resolve(recipe.presets[preset](), layers)
     for key, why in settings.without_effect(config).items():
@@ -74,6 +75,11 @@ def find_recipe(words: str, file: Path | None = None, *, trusted: bool = True) -
     """The recipe, the name of the preset, and the module of a recipe of one's own, named by the user or in a file."""
     name, _, preset = words.partition(":")
     module = None
+    if name == IN_HAND:
+        raise UserError(
+            f"The run was started from a program with a Recipe of its own ({preset}). stoker.load_run(RUN, recipe=RECIPE) "
+            f"uses it there; to use it from here, put the recipe into a module and start it as module:RECIPE."
+        )
     if name in BUILT_IN:
         recipe = _import(BUILT_IN[name])
     else:
@@ -102,9 +108,11 @@ def _preset(recipe: Recipe, name: str) -> str:
 def _located(config: RunConfig) -> RunConfig:
     """With the place that a relative data.path means here: the run may be used from another directory later."""
     path = getattr(config.data, "path", None)
-    if path is None:
+    if not isinstance(path, Path | str):
         return config
     there = Path(path).expanduser().absolute()
+    if isinstance(path, str) and not there.exists():  # it may be a name, or a URL
+        return config
     return replace(config, data=replace(config.data, path=type(path)(there)))
 
 

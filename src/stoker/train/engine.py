@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from stoker import console
 from stoker.data.bad_samples import LeftOut
@@ -328,6 +329,12 @@ class Engine:
             found.append(
                 f"The warm-up of {config.warmup_steps:,} steps is as long as the run ({self.total:,}): the full rate is "
                 f"never used, and never lowered."
+            )
+        left = len(plan) % plan.batch_size if plan.batch_size is not None else 0
+        if 0 < left <= self.run.ranks.count and any(isinstance(part, _BatchNorm) for part in self.model.modules()):
+            found.append(
+                f"The last step of an epoch has {left} sample(s), one a rank at most: batch norm may not be able to use it. "
+                f"Another loader.batch_size leaves more."
             )
         if plan.batch_size is not None and plan.batch_size > len(plan):
             found.append(

@@ -63,6 +63,8 @@ def collect(
 def rehearse(task: Task, training: Loader, validation: Loader, device: torch.device, precision: str) -> None:
     """A loss and a score of very few samples, so that what a recipe lacks is said before hours are spent and not after."""
     for loader, side in ((training, "training"), (validation, "validation")):
+        if not len(loader.plan):
+            raise UserError(f"There are no {side} samples.")
         rows = loader.plan.subset.rows(np.arange(min(REHEARSED, len(loader.plan))))
         batch = to_device(loader.make(rows), device)
         check_batch(batch, f"of {side} samples")

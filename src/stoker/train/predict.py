@@ -6,6 +6,7 @@ and how a part of the samples is read, is the recipe's.
 
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 from torch import nn
 
 from stoker import console
+from stoker.data.parquet import named_if_damaged
 from stoker.errors import UserError
 from stoker.files import write_bytes, write_json
 from stoker.train import parallel
@@ -77,13 +79,14 @@ def predict_in_parts(
 
 def tables(parts: Parts) -> Iterator[pa.Table]:
     """All parts in their order."""
-    return (pq.read_table(parts.path(part)) for part in range(len(parts)))
+    for part in range(len(parts)):
+        with named_if_damaged(parts.path(part)):
+            table = pq.read_table(parts.path(part))
+        yield table
 
 
 def remove(parts: Parts) -> None:
-    for path in [*parts.folder.glob("part-*.parquet"), parts.folder / MARKER]:
-        path.unlink(missing_ok=True)
-    parts.folder.rmdir()
+    shutil.rmtree(parts.folder)
 
 
 def weights_digest(model: nn.Module) -> str:

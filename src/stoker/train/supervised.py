@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from stoker.errors import UserError
+
 Pick = Callable[[Any], Any] | str | int
 
 
@@ -37,7 +39,13 @@ class Supervised:
         return prediction
 
     def losses(self, prediction: Tensor, batch: Any) -> Tensor:
-        return _per_sample(self._loss(prediction, _picked(self._target, batch)))
+        target = _picked(self._target, batch)
+        if prediction.ndim == target.ndim + 1 and prediction.shape[-1] == 1:
+            raise UserError(
+                f"The model answers with {tuple(prediction.shape)} and the target is {tuple(target.shape)}: each would be "
+                f"compared with all. Let the model end with .squeeze(-1)."
+            )
+        return _per_sample(self._loss(prediction, target))
 
     def scores(self, prediction: Tensor, batch: Any) -> dict[str, Tensor]:
         return {self.metric: _per_sample(self._score(prediction, _picked(self._target, batch)))}
@@ -61,4 +69,6 @@ def _picked(pick: Pick, batch: Any) -> Any:
 
 
 def _per_sample(values: Tensor) -> Tensor:
+    if values.ndim == 0:
+        raise UserError('A loss gave one number for the whole batch, and one a sample is needed: reduction="none".')
     return (values if values.ndim == 1 else values.flatten(1).mean(1)).float()

@@ -90,6 +90,7 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         files_of=source.files_of,
         description=description,
         facts=events.open_geometry(root).facts(),
+        honours=frozenset({"sample_cost", "bad_shards", "window"}),
         bad_samples=bad_samples,
         bytes_per_cost=BYTES_PER_PULSE,
         cache_bytes=source.cache_bytes,

@@ -40,6 +40,10 @@ def predict(model: Trained, out: Path | None) -> Mapping[str, Any]:
     if out.exists():
         raise UserError(f"{out} exists, and nothing is overwritten: remove it, or name another --out.")
     data = open_all(model.config)
+    if not np.array_equal(np.array(data.facts["sensor_xyz"], np.float32), model.task.sensor_xyz.cpu().numpy()):
+        raise UserError(
+            f"The detector of {data.description['path']} (sensor_geometry.csv) is not the one that the run was trained for."
+        )
     parts = Parts(out.with_name(out.name + ".parts"), len(data.table), PART_EVENTS, "events")
     identity = {
         "data": data.table.fingerprint,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stoker import console
-from stoker.data.locations import Location, is_file, is_folder, list_folder, read
+from stoker.data.locations import Location, is_file, is_folder, read, stat, walk
 from stoker.errors import MachineError, UserError
 from stoker.files import write_bytes
 from stoker.recipe import Trained
@@ -42,6 +42,8 @@ def predict(model: Trained, out: Path | None) -> Mapping[str, Any]:
     source = model.config.data.path
     if source is None:
         raise UserError("What should be predicted? Name an image or a folder: `stoker predict RUN image.jpg`.")
+    if out is not None and out.suffix != ".csv":
+        raise UserError(f"--out {out} should end in .csv.")
     if out is not None and out.exists():
         raise UserError(f"{out} exists, and nothing is overwritten: remove it, or name another --out.")
     paths = find_images(Path(source))
@@ -54,10 +56,7 @@ def predict(model: Trained, out: Path | None) -> Mapping[str, Any]:
             stack.enter_context(temporary := tempfile.TemporaryDirectory())
         folder = out.with_name(out.name + ".parts") if out else Path(temporary.name) if model.ranks.is_first else None
         parts = Parts(parallel.from_first(folder), len(paths), PART_IMAGES, "images")
-        identity = {
-            "images": hashlib.sha256("\n".join(map(str, paths)).encode()).hexdigest(),
-            "precision": model.precision,
-        }
+        identity = {"images": _digest(paths), "seen": str(model.config.data), "precision": model.precision}
         told = predict_in_parts(parts, model.task.model, identity, model.ranks, answer)
         rows = [row for table in tables(parts) for row in table.to_pylist()] if model.ranks.is_first else []
         parallel.gather(None)
@@ -68,6 +67,12 @@ def predict(model: Trained, out: Path | None) -> Mapping[str, Any]:
     if out is not None:
         return {**result, "path": str(out)}
     return {**result, **{row.pop("image"): _in_words(row) for row in rows[:SHOWN]}}
+
+
+def _digest(paths: list[Location]) -> str:
+    """Changes when an image is written again, or another takes its name."""
+    words = (f"{path} {stat(path)}" for path in paths)
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()
 
 
 def _schema(model: Trained) -> pa.Schema:
@@ -116,18 +121,10 @@ def find_images(source: Location) -> list[Location]:
         return [source]
     if not is_folder(source):
         raise UserError(f"There is no image and no folder {source}.")
-    found = list(_images_below(source))
+    found = [source / name for name, _ in walk(source) if name.lower().endswith(ENDINGS)]
     if not found:
         raise UserError(f"{source} holds no images (looked for {', '.join(ENDINGS)}).")
     return sorted(found)
-
-
-def _images_below(folder: Location) -> Iterator[Location]:
-    for name, found in list_folder(folder).items():
-        if found.is_folder:
-            yield from _images_below(folder / name)
-        elif name.lower().endswith(ENDINGS):
-            yield folder / name
 
 
 def _read(path: Location) -> tuple[str, bytes]:

@@ -15,7 +15,7 @@ import numpy as np
 from stoker import console
 from stoker.data import checksums
 from stoker.data.cache import cache_folder, cache_lock
-from stoker.data.locations import Location, identity, is_file, is_folder, list_folder, open_local, read
+from stoker.data.locations import Location, identity, is_file, is_folder, list_folder, open_local, read, walk
 from stoker.data.ragged import Array, Indices
 from stoker.data.samples import SampleTable, new_table, open_table
 from stoker.errors import UserError
@@ -115,17 +115,13 @@ def _is_shown(name: str) -> bool:
     return not name.startswith((".", "__"))
 
 
-def _files(folder: Location, before: str = "") -> Iterator[tuple[str, int]]:
+def _files(folder: Location) -> Iterator[tuple[str, int]]:
     """Names and sizes of all images below a class folder, however deep, also of those that cannot be read."""
-    for name, found in list_folder(folder).items():
-        if not _is_shown(name):
-            continue
-        if found.is_folder:
-            yield from _files(folder / name, f"{before}{name}/")
-        elif name.lower().endswith((*ENDINGS, *NOT_READ)):
+    for name, found in walk(folder):
+        if name.lower().endswith((*ENDINGS, *NOT_READ)):
             if not found.is_plain:
                 raise UserError(f"{folder / name} is no plain file, and an image is needed there.")
-            yield f"{before}{name}", found.size
+            yield name, found.size
 
 
 def _tars(root: Location) -> list[str]:
