@@ -13,7 +13,7 @@ test: check  ## formatting, lint, types, import contract, and every test
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: .venv/ready  ## the cases that the gate has only a few of: twenty faults in a row
-	STOKER_SLOW=1 $(BIN)/python -m pytest tests/e2e/test_ranks_survive.py
+	STOKER_SLOW=1 $(BIN)/python -m pytest tests/e2e
 
 fuzz: .venv/ready  ## thousands of mutated files of every format, and what became of them
 	$(BIN)/python tests/faults/fuzz.py --cases 3000

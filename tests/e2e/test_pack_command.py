@@ -1,6 +1,7 @@
 """`stoker pack` as a user runs it, and as an unkind machine kills it."""
 
 import json
+import os
 import random
 import shutil
 import time
@@ -16,7 +17,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_a_pack_killed_at_ten_random_moments_is_the_same_byte_for_byte(stoker: Stoker, tmp_path: Path) -> None:
+def test_a_pack_killed_at_random_moments_is_the_same_byte_for_byte(stoker: Stoker, tmp_path: Path) -> None:
     source = tmp_path / "many"
     simulate(source, num_events=1500, num_files=30, seed=1)
     stoker("pack", "icecube", source, "whole", "--threads", "1")
@@ -26,7 +27,7 @@ def test_a_pack_killed_at_ten_random_moments_is_the_same_byte_for_byte(stoker: S
     stoker("pack", "icecube", source, "whole", "--threads", "1")
     usual_s = time.monotonic() - begin
     dice = random.Random(0)
-    for _ in range(10):
+    for _ in range(10 if os.environ.get("STOKER_SLOW") else 5):
         process = stoker.start("pack", "icecube", source, "killed", "--threads", "1")
         time.sleep(usual_s * dice.uniform(0.4, 1.0))
         process.kill()

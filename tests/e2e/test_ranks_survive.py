@@ -107,7 +107,12 @@ def test_ranks_wait_for_one_that_opens_data_longer_than_any_message_may_take(sto
 
 
 @pytest.mark.parametrize(
-    ("who", "number"), [("launcher", signal.SIGTERM), ("launcher", signal.SIGINT), ("rank", signal.SIGTERM)]
+    ("who", "number"),
+    [
+        ("launcher", signal.SIGTERM),
+        pytest.param("launcher", signal.SIGINT, marks=pytest.mark.skipif(not SLOW, reason="make test-slow")),
+        ("rank", signal.SIGTERM),
+    ],
 )
 def test_a_stop_is_a_stop(another_stoker: Callable[[str], Stoker], events_dir: Path, who: str, number: int) -> None:
     whole, asked = another_stoker("whole"), another_stoker("asked")

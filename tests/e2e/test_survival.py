@@ -1,6 +1,7 @@
 """What a run survives: kills at any moment, bad samples, damaged checkpoints, requests to stop."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -14,7 +15,10 @@ import pytest
 from conftest import SMALL, Stoker  # type: ignore[import-not-found]
 from safetensors.torch import load_file
 
-NUM_KILLS = 20
+slow = pytest.mark.skipif(not os.environ.get("STOKER_SLOW"), reason="make test-slow")
+
+
+NUM_KILLS = 20 if os.environ.get("STOKER_SLOW") else 12
 
 
 def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -55,9 +59,7 @@ def faulty_recipe(folder: Path, rows: range) -> str:
     return "faulty:RECIPE"
 
 
-def test_twenty_kills_at_random_moments_change_nothing(
-    another_stoker: Callable[[str], Stoker], events_dir: Path
-) -> None:
+def test_kills_at_random_moments_change_nothing(another_stoker: Callable[[str], Stoker], events_dir: Path) -> None:
     whole, killed = another_stoker("whole"), another_stoker("killed")
     small = [
         *SMALL,
@@ -128,7 +130,9 @@ def test_nothing_but_bad_batches_ends_the_run_within_the_limit(stoker: Stoker, o
         assert all(value.isfinite().all() for value in load_file(path / "model.safetensors").values())
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(one, marks=slow) for one in (signal.SIGINT, signal.SIGUSR1))]
+)
 def test_a_request_to_stop_saves_and_says_how_to_go_on(
     another_stoker: Callable[[str], Stoker], events_dir: Path, number: signal.Signals
 ) -> None:

@@ -64,7 +64,7 @@ def test_an_example_has_at_most_40_lines(name: str) -> None:
     ("name", "make", "ranks"),
     [
         ("waves", make_waves, 2),
-        ("pictures", make_pictures, 1),
+        pytest.param("pictures", make_pictures, 1, marks=slow),
         pytest.param("waves", make_waves, 1, marks=slow),
         pytest.param("pictures", make_pictures, 2, marks=slow),
     ],
