@@ -40,6 +40,11 @@ SMALL = [
 ]
 
 
+SLOW = bool(os.environ.get("STOKER_SLOW"))
+# Further cases of what the gate tries once: they would take it beyond its twenty minutes.
+slow = pytest.mark.skipif(not SLOW, reason="make test-slow")
+
+
 @dataclass(frozen=True)
 class Stoker:
     """Runs `stoker` and reads what it leaves."""

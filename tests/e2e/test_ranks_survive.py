@@ -1,7 +1,6 @@
 """What a run of several processes survives, and that whatever ends it ends all of it, once."""
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -14,12 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import SMALL, Stoker  # type: ignore[import-not-found]
+from conftest import SLOW, SMALL, Stoker, slow  # type: ignore[import-not-found]
 from safetensors.torch import load_file
 
 from stoker.cli import commands
-
-SLOW = bool(os.environ.get("STOKER_SLOW"))  # `make test-slow`: as many faults as the claim in the docs
 
 
 def own_recipe(folder: Path, body: str) -> str:
@@ -110,7 +107,7 @@ def test_ranks_wait_for_one_that_opens_data_longer_than_any_message_may_take(sto
     ("who", "number"),
     [
         ("launcher", signal.SIGTERM),
-        pytest.param("launcher", signal.SIGINT, marks=pytest.mark.skipif(not SLOW, reason="make test-slow")),
+        pytest.param("launcher", signal.SIGINT, marks=slow),
         ("rank", signal.SIGTERM),
     ],
 )

@@ -12,11 +12,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import SMALL, Stoker  # type: ignore[import-not-found]
+from conftest import SMALL, Stoker, slow  # type: ignore[import-not-found]
 from safetensors.torch import load_file
-
-slow = pytest.mark.skipif(not os.environ.get("STOKER_SLOW"), reason="make test-slow")
-
 
 NUM_KILLS = 20 if os.environ.get("STOKER_SLOW") else 12
 

@@ -14,7 +14,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import Stoker  # type: ignore[import-not-found]
+from conftest import Stoker, slow  # type: ignore[import-not-found]
 
 from stoker.recipes.imagenet.draw import draw_set
 
@@ -23,7 +23,6 @@ BLOCKS = {
     re.match(r"# (\w+)\.py\n", block)[1]: block  # type: ignore[index]
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 }
-slow = pytest.mark.skipif(not os.environ.get("STOKER_SLOW"), reason="make test-slow")
 
 
 def make_waves(folder: Path) -> None:

@@ -137,9 +137,7 @@ class Resume:
         from stoker.launch import commands
 
         if self.gpus is not None:
-            return _in_processes(
-                self.gpus, commands.target_of(self.path, overrides, trusted=self.trust).config.run.device
-            )
+            return _run_in_processes(self, overrides)
         return show_outcome(commands.resume(self.path, overrides, trusted=self.trust), as_json=self.json)
 
 
@@ -157,9 +155,7 @@ class Fork:
         from stoker.launch import commands
 
         if self.gpus is not None:
-            return _in_processes(
-                self.gpus, commands.target_of(self.path, overrides, trusted=self.trust).config.run.device
-            )
+            return _run_in_processes(self, overrides)
         outcome = commands.fork(self.path, overrides, self.checkpoint, trusted=self.trust)
         return show_outcome(outcome, as_json=self.json)
 
@@ -296,6 +292,14 @@ COMMANDS: dict[str, Any] = {
 def _no_overrides(command: str, overrides: list[str]) -> None:
     if overrides:
         raise UserError(f"`stoker {command}` takes no configuration keys, and got {overrides[0]}.")
+
+
+def _run_in_processes(command: "Resume | Fork", overrides: list[str]) -> int:
+    from stoker.launch import commands
+
+    assert command.gpus is not None
+    target = commands.target_of(command.path, overrides, trusted=command.trust)
+    return _in_processes(command.gpus, target.config.run.device)
 
 
 def _in_processes(count: int, device: str) -> int:

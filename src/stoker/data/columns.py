@@ -93,9 +93,8 @@ def _layout(first: Location, columns: Sequence[str] | None, sample: str | None) 
     labels: dict[str, str] = {}
     for name in dict.fromkeys([*(columns or schema.names), *([sample] if sample else [])]):
         kind = schema.field(name).type
-        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-        value = kind.value_type if is_list else kind
-        if not (pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)):
+        is_list, dtype = _numbers(kind)
+        if dtype is None:
             if columns is not None or name == sample:
                 raise UserError(f"The column {name} of {first} holds {kind}; numbers, or lists of them, can be used.")
             console.say(f"{first}: the column {name} holds {kind} and is left out.")
@@ -104,7 +103,6 @@ def _layout(first: Location, columns: Sequence[str] | None, sample: str | None) 
             raise UserError(
                 f"The column {name} of {first} is a list, and with sample={sample!r} each row is one value."
             )
-        dtype = np.dtype(value.to_pandas_dtype()).str
         if name == sample:
             if not pa.types.is_integer(kind):
                 raise UserError(
@@ -171,15 +169,18 @@ def _check_same(schema: Any, layout: _Layout, path: Location) -> None:
     """A file whose columns have other types than those of the first would be rounded, or read as something else."""
     for name, wanted in {**layout.ragged, **layout.labels}.items():
         kind = schema.field(name).type
-        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-        value = kind.value_type if is_list else kind
-        fits = name == layout.sample and pa.types.is_integer(value)
-        try:
-            fits = fits or np.dtype(value.to_pandas_dtype()) == np.dtype(wanted)
-        except (TypeError, NotImplementedError):
-            fits = False
+        is_list, dtype = _numbers(kind)
+        fits = pa.types.is_integer(kind) if name == layout.sample else dtype == wanted
         if not fits or is_list != (name in layout.ragged and layout.sample is None):
             raise UserError(f"{path}: the column {name} holds {kind}, which is not what the first file has ({wanted}).")
+
+
+def _numbers(kind: Any) -> tuple[bool, str | None]:
+    """Whether a column holds lists, and the type of its numbers; None: it holds something else."""
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    value = kind.value_type if is_list else kind
+    usable = pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)
+    return is_list, np.dtype(value.to_pandas_dtype()).str if usable else None
 
 
 def _lengths(column: Any, name: str, path: Location) -> Indices:
