@@ -2,15 +2,16 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from stoker.runs.events import read_events
@@ -71,7 +72,7 @@ class Stoker:
         return json.loads(self(*words, "--json"))
 
     def kill_after(self, events: int, *words: object) -> Path:
-        """Starts a run and kills it (-9) once it has logged that many steps; returns its folder."""
+        """Starts a run and kills all of it (-9) once it has logged that many steps; returns its folder."""
         process = self.start(*words)
         deadline = time.monotonic() + 200
         while time.monotonic() < deadline and process.poll() is None:
@@ -79,7 +80,9 @@ class Stoker:
                 break
             time.sleep(0.01)
         assert process.poll() is None, process.communicate()
-        process.send_signal(signal.SIGKILL)
+        for one in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
+            with suppress(psutil.NoSuchProcess):  # a rank ended by itself, or another one was its parent
+                one.kill()
         process.communicate()
         run = self.only_run()
         assert run is not None

@@ -268,3 +268,16 @@ def test_time_that_was_no_training_is_not_in_the_rate(monkeypatch: pytest.Monkey
     reading = meter.read()
     assert reading.samples_per_s == pytest.approx(200)
     assert reading.step_ms == [500.0] * 4 + [250.0]
+
+
+def test_what_is_being_saved_does_not_change_with_the_next_step() -> None:
+    """A snapshot is written in the background while the run trains on."""
+    from stoker.train.meter import Meter
+    from stoker.train.step import StepResult
+
+    meter, zero = Meter(), torch.zeros(())
+    meter.add(as_step(points(100)), StepResult(zero, zero, zero, zero, zero, zero))
+    state = meter.state()
+    meter.add(as_step(points(50)), StepResult(zero, zero, zero, zero, zero, zero))
+    assert state["samples"] == [100]
+    assert len(state["results"]) == 1

@@ -161,6 +161,23 @@ def test_damaged_files_are_broken_or_the_same_every_time(data: st.DataObject) ->
     assert outcome(0) == outcome(201)
 
 
+@pytest.mark.parametrize("progressive", [True, False])
+@pytest.mark.parametrize("kept", [0.05, 0.3, 0.5, 0.8])
+def test_four_colours_that_end_early_are_the_same_every_time(progressive: bool, kept: float) -> None:
+    """The decoder keeps four colours in memory of its own, and nobody clears it."""
+    noise = np.random.default_rng(90).integers(0, 256, (90, 44, 3), np.uint8)
+    sink = io.BytesIO()
+    Image.fromarray(noise).convert("CMYK").save(sink, "JPEG", progressive=progressive, subsampling=0)
+    content = sink.getvalue()[: max(700, int(kept * len(sink.getvalue())))]
+    outcomes = set()
+    for fill in range(20):
+        trash = [np.full(90 * 44 * planes, fill, np.uint8) for planes in (1, 3, 4) for _ in range(4)]
+        del trash
+        part = part_or_nothing(content, Box(11, 6, 72, 13), 90, 44, 13)
+        outcomes.add(None if part is None else part.tobytes())
+    assert len(outcomes) == 1
+
+
 def test_a_file_without_a_single_row_is_broken() -> None:
     content = bytearray(simplejpeg.encode_jpeg(np.full((480, 640, 3), 90, np.uint8)))
     scan = content.index(b"\xff\xda")

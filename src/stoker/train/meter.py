@@ -71,11 +71,12 @@ class Meter:
     def state(self) -> dict[str, Any]:
         """The interval so far, so that a resumed run logs the same numbers."""
         rows = torch.stack(self._results).double().cpu().tolist() if self._results else []
-        return {"results": [[_word(value) for value in row] for row in rows], "samples": self._samples}
+        return {"results": [[_word(value) for value in row] for row in rows], "samples": list(self._samples)}
 
     def restore(self, state: dict[str, Any], device: torch.device) -> None:
         self._results = [torch.tensor([float(v) for v in row], device=device) for row in state["results"]]
-        self._samples = list(state["samples"])
+        # Checkpoints written before 2026-11-16 could hold the samples of a step that came after them.
+        self._samples = list(state["samples"])[: len(self._results)]
 
 
 def _word(value: float) -> float | str:

@@ -17,6 +17,7 @@ JPEG = b"\xff\xd8\xff"
 SEQUENTIAL = (0xC0, 0xC1)  # markers of frames whose rows follow one another
 OTHER_FRAMES = (0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
 SCAN = 0xDA
+FOUR_COLOURS = ("CMYK", "YCCK")
 MARK = np.array([7, 211, 64, 153, 18, 240, 99, 172, 33, 201, 5, 128], np.uint8)  # where nobody has written yet
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")  # by content, never by name; others may start other programs
 MOST_PIXELS = 100_000_000  # of an image; more is taken for damage, or for an attack on memory
@@ -132,10 +133,13 @@ def _decode_damaged(content: bytes, min_height: int, min_width: int, *, fast: bo
     """A file that ends early or has wrong bytes in it, grey or black where nothing was found. None: not one row was."""
     try:
         height, width = size_of(content)
+        # Four colours go through memory of simplejpeg's own, which nobody clears: what no row was written to is rubbish.
+        if simplejpeg.decode_jpeg_header(content, strict=False)[2] in FOUR_COLOURS:
+            return None
         into = np.zeros(3 * height * width, np.uint8)
         into[: len(MARK)] = MARK[: into.size]
         pixels = _decode_jpeg(content, min_height, min_width, fast=fast, into=into)
-    except (ValueError, KeyError, Broken):  # CMYK, twelve bits and the like, which Pillow knows
+    except (ValueError, KeyError, Broken):  # twelve bits and the like, which Pillow knows
         return None
     return None if np.array_equal(into[: len(MARK)], MARK[: into.size]) else pixels
 
@@ -174,7 +178,7 @@ def _place_of_height(content: bytes) -> int | None:
         elif kind in OTHER_FRAMES:
             return None
         elif kind == SCAN:  # all colours in one scan, or the rows come once for each
-            return place if content[at + 4] == components else None
+            return place if content[at + 4] == components and components != 4 else None
         at += 1 if kind == 0xFF else 2 + int.from_bytes(content[at + 2 : at + 4], "big")
     return None
 
