@@ -13,8 +13,10 @@ from stoker.data.pack import PackRequest
 from stoker.data.source import RunData
 from stoker.settings import AlsoCalled, config
 from stoker.train.config import TrainConfig
+from stoker.train.optim import MakeOptimizer
 from stoker.train.parallel import Ranks
 from stoker.train.run import Run
+from stoker.train.schedule import LrAt
 from stoker.train.task import Task
 from stoker.train.trackers import LogConfig
 
@@ -66,6 +68,11 @@ class Recipe:
     # Metrics of each model that was judged, by its name, to a heading and rows for people.
     result_table: Callable[[Mapping[str, Mapping[str, float]]], list[tuple[str, ...]]]
 
+    # Instead of train.optimizer and train.schedule: of a model and the configuration, of a step and of how many there are.
+    optimizer: MakeOptimizer | None = None
+    schedule: LrAt | None = None
+    # Called with every event as it is written (docs/events.md); those of the first process only.
+    listeners: Sequence[Callable[[Mapping[str, Any]], None]] = ()
     # Weights to begin a new run with, where they are not drawn; a run that goes on has its own.
     initialise: Callable[[RunConfig, Task], None] | None = None
     # An evaluation in depth, written into a folder.

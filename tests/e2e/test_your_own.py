@@ -16,6 +16,8 @@ import pytest
 from conftest import Stoker, slow  # type: ignore[import-not-found]
 
 from stoker.recipes.imagenet.draw import draw_set
+from stoker.runs.events import read_events
+from stoker.runs.schema import Evaluation, OutOfPatience, Step
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-own.md"
 BLOCKS = {
@@ -73,6 +75,32 @@ def test_a_recipe_of_one_s_own_survives_a_kill(
     resumed = Stoker(elsewhere)
     resumed("resume", run.resolve(), *many)
     assert killed.losses(run) == expected
+
+
+def test_an_own_optimizer_schedule_and_listener_survive_a_kill(another_stoker: Callable[[str], Stoker]) -> None:
+    whole, killed = another_stoker("whole"), another_stoker("killed")
+    words = ["train", "tuned:RECIPE", "--train.log_every", "1", "--train.save_every", "3", "--run.device", "cpu"]
+    # A rate of nothing: no evaluation is better than the first, and nine more are allowed.
+    words += ["--train.lr", "1e-30", "--train.epochs", "60", "--loader.batch_size", "30", "--train.patience", "9"]
+    for stoker in (whole, killed):
+        for name in ("waves", "tuned"):
+            (stoker.folder / f"{name}.py").write_text(BLOCKS[name])
+        make_waves(stoker.folder)
+    heard = whole(*words)
+    run = whole.only_run()
+    assert run is not None
+    judged = list(read_events(run / "events.jsonl", Evaluation))
+    assert len(judged) == 10
+    assert heard.startswith("".join(f"step {event.step}: {event.score:.4f}\n" for event in judged))
+    rates = [event.lr for event in read_events(run / "events.jsonl", Step)]
+    assert rates[0] == 1e-30
+    assert rates[1] == 1e-30 * 0.1 ** (1 / 600)
+    (end,) = read_events(run / "events.jsonl", OutOfPatience)
+    assert (end.best_step, end.step) == (10, 100)
+    cut = killed.kill_after(40, *words)
+    Stoker(killed.folder)("resume", cut)
+    assert killed.losses(cut) == whole.losses(run)
+    assert list(killed.losses(cut)) == list(range(1, 101))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

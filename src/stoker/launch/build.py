@@ -18,9 +18,11 @@ from stoker.recipe import Recipe, RunConfig, Trained
 from stoker.runs.folder import RunFolder
 from stoker.train import checkpoint, parallel
 from stoker.train.checkpoint import Snapshot
+from stoker.train.optim import build_optimizer
 from stoker.train.parallel import Ranks
 from stoker.train.precision import resolve_precision
 from stoker.train.run import Run
+from stoker.train.schedule import lr_at
 from stoker.train.task import check_task
 
 PRUNED_MEANWHILE = 5  # times that a checkpoint may be gone before it is read, because the run goes on
@@ -31,7 +33,7 @@ def build_run(recipe: Recipe, config: RunConfig, ranks: Ranks) -> Run:
     data = parallel.first_of_machine_first(ranks, lambda: recipe.open_data(config, device))
     parallel.join(ranks, config.run.device)
     check_same_settings(config)
-    check_honoured(config, data, recipe.name)
+    check_honoured(config, data, recipe)
     data = replace(data, facts=as_json(data.facts))
     _seed(config.run.seed)
     task = recipe.build_task(config, data.facts)
@@ -43,7 +45,19 @@ def build_run(recipe: Recipe, config: RunConfig, ranks: Ranks) -> Run:
         for side in (True, False)
     )
     kept = settings.kept_values(config)
-    return Run(task, training, validation, data, device, config.train, kept, config.run.seed, ranks)
+    return Run(
+        task,
+        training,
+        validation,
+        data,
+        device,
+        config.train,
+        kept,
+        config.run.seed,
+        ranks,
+        make_optimizer=recipe.optimizer or build_optimizer,
+        lr_at=recipe.schedule or lr_at,
+    )
 
 
 def _seed(seed: int) -> None:

@@ -10,11 +10,12 @@ from stoker.data.loader import LoaderConfig
 from stoker.data.source import RunData
 from stoker.errors import UserError
 from stoker.launch.targets import Target
-from stoker.recipe import RunConfig
+from stoker.recipe import Recipe, RunConfig
 from stoker.runs.events import read_events
 from stoker.runs.folder import RunFolder
 from stoker.runs.schema import Start
 from stoker.train import checkpoint, parallel
+from stoker.train.config import TrainConfig
 
 # Keys that change how fast or where a run goes, and never its numbers: they may differ when it is resumed.
 HARMLESS = ("run.name", "run.folder", "loader.threads", "loader.look_ahead", "loader.ram_bytes", "loader.stuck_after_s")
@@ -77,12 +78,17 @@ def check_same_data(run: RunFolder, data: RunData, overrides: Sequence[str]) -> 
     console.say("The data are not those that the run began with; going on, as asked.")
 
 
-def check_honoured(config: RunConfig, data: RunData, recipe: str) -> None:
-    """Keys of the loader that only some sources make use of are refused by the others."""
-    usual = LoaderConfig()
+def check_honoured(config: RunConfig, data: RunData, recipe: Recipe) -> None:
+    """Keys that only some sources make use of are refused by the others, and those that a recipe has its own way for."""
+    usual, usual_train = LoaderConfig(), TrainConfig()
     for name in ("sample_cost", "bad_shards", "window"):
         if name not in data.honours and getattr(config.loader, name) != getattr(usual, name):
-            raise UserError(f"loader.{name} means nothing to the data of the recipe {recipe}: leave it out.")
+            raise UserError(f"loader.{name} means nothing to the data of the recipe {recipe.name}: leave it out.")
+    for name, own in (("optimizer", recipe.optimizer), ("schedule", recipe.schedule)):
+        if own is not None and getattr(config.train, name) != getattr(usual_train, name):
+            raise UserError(f"The recipe {recipe.name} has {name}s of its own: leave train.{name} out.")
+    if recipe.optimizer is not None and config.train.layer_decay is not None:
+        raise UserError(f"The recipe {recipe.name} has optimizers of its own: leave train.layer_decay out.")
 
 
 def as_json(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -283,6 +283,7 @@ def _run(
     ):
         listener = open_tracker(config.log, folder.path, folder.path.name, run.settings) if ranks.is_first else None
         log.listeners += [listener] if listener else []
+        log.listeners += target.recipe.listeners if ranks.is_first else ()
         check_facts(folder, run.data)
         if ranks.is_first:
             write_json(folder.facts, dict(run.data.facts))
@@ -322,7 +323,7 @@ def _introduce(
         )
     )
     console.say(f"run folder: {folder.path}")
-    for notice in (*engine.notices(), engine.lr_rule, chart(config, engine.total)):
+    for notice in (*engine.notices(), engine.lr_rule, chart(config, engine.total, run.lr_at)):
         console.say(notice)
     _report_shuffle(log, run.training, engine.position.seed)
 

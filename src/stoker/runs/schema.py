@@ -166,6 +166,16 @@ class Stuck(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OutOfPatience(Event):
+    """No evaluation was better for as long as train.patience allows: the run ends here."""
+
+    kind = "out_of_patience"
+    step: int
+    best_step: int
+    best_score: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class LeftOut(Event):
     """Samples that cannot be read and are used no more."""
 

@@ -269,6 +269,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         f"{kind}/{names[id(parameter)]}": torch.as_tensor(value).detach().cpu().clone()
         for parameter, moments in optimizer.state.items()
         for kind, value in moments.items()
+        if value is not None
     }
 
 
@@ -282,7 +283,8 @@ def load_optimizer(
     """Moments as they were. Those of another kind of optimizer are of no use: then moments start anew, and that is said."""
     parameters = dict(model.named_parameters())
     ours = type(optimizer).__name__
-    found, wanted = {name.partition("/")[0] for name in tensors}, MOMENTS[ours]
+    found = {name.partition("/")[0] for name in tensors}
+    wanted = MOMENTS.get(ours, found)  # of an optimizer of others only its name can be compared
     if (found and found != wanted) or kind_saved not in (None, ours):
         saved = kind_saved or ", ".join(sorted(found))
         console.say(f"The moments in {origin} ({saved}) are of another optimizer: those of {ours} start anew.")

@@ -20,6 +20,10 @@ class TrainConfig:
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of adamw and lamb, like the next
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     weight_decay: Annotated[float, Field(ge=0), AlsoCalled("wd")] = 0.01  # not on norms, biases and embeddings
+    layer_decay: Annotated[float, Field(gt=0, le=1), AlsoCalled("llrd", "layerwise_decay")] | None = (
+        None  # of the rate, from each layer to the one before it; None: all layers learn at one rate
+    )
+    freeze: tuple[str, ...] | None = None  # beginnings of names of what is not trained; "!head": all but the head
     clip_norm: Annotated[float, Field(gt=0), AlsoCalled("grad_clip", "max_grad_norm")] | None = 1.0
 
     schedule: Literal["cosine", "onecycle", "constant", "step"] = "cosine"
@@ -37,6 +41,9 @@ class TrainConfig:
     cuda_graphs: bool = True  # one launch a step instead of one a kernel, on a GPU, where batches have one shape
     ema: Annotated[float, Field(gt=0, lt=1), AlsoCalled("ema_decay")] | None = None  # decay of averaged weights
 
+    patience: Annotated[int, Field(ge=1), AlsoCalled("early_stopping", "early_stopping_patience")] | None = (
+        None  # evaluations without a better score, after which the run ends
+    )
     bad_steps: Annotated[int, Field(ge=1)] = 10  # in a row that are not finite end the run
     baseline_after: Annotated[int, Field(ge=1)] | None = 1000  # steps, after which a loss still at chance is reported
 

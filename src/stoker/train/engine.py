@@ -20,14 +20,14 @@ from stoker.data.ragged import Indices
 from stoker.data.workers import release_freed_memory
 from stoker.errors import UserError
 from stoker.runs import schema as events
-from stoker.runs.events import EventLog, in_words
+from stoker.runs.events import EventLog, in_words, read_events
 from stoker.train import checkpoint, parallel
 from stoker.train.checkpoint import RandomStates, Saver, Snapshot
 from stoker.train.config import TrainConfig
 from stoker.train.evaluate import evaluate, rehearse
-from stoker.train.guards import AsyncCopy, BadSteps, LossWatch, UncheckedStep
+from stoker.train.guards import AsyncCopy, BadSteps, LossWatch, Patience, UncheckedStep
+from stoker.train.layers import freeze
 from stoker.train.meter import Meter, Reading, device_line, host_bytes
-from stoker.train.optim import build_optimizer
 from stoker.train.precision import resolve_precision, use_tf32
 from stoker.train.run import Run
 from stoker.train.schedule import scaled_lr
@@ -48,8 +48,9 @@ class Engine:
         use_tf32(config.tf32)
         self.run, self.config, self.task, self.log = run, config, task, log
         self.model = task.model.to(run.device).train()
+        self.frozen = freeze(self.model, config.freeze) if config.freeze else []
         self.precision = resolve_precision(config.precision, run.device)
-        self.optimizer = build_optimizer(self.model, config)
+        self.optimizer = run.make_optimizer(self.model, config)
         self.stepper = Stepper(task, self.optimizer, config, self.precision, run.device)
         if config.compile and self.model._compiled_call_impl is None:
             # Ragged batches have a shape of their own each; others compile once for theirs.
@@ -64,6 +65,8 @@ class Engine:
         self._norms: tuple[int, AsyncCopy] | None = None
         self.meter, self.watch = Meter(), LossWatch(config, task.know_nothing_loss, log)
         self.bad_steps = BadSteps(config, folder / "bad_steps", log, self._ids, self._write_bundle)
+        self.patience = Patience(config.patience, task.goal, log)
+        self._events = folder / "events.jsonl"
         self.saver = Saver(folder / "checkpoints", task.goal, config.keep_best)
 
     def rehearse(self) -> None:
@@ -73,8 +76,8 @@ class Engine:
         checkpoint.restore_random_states(random_states)
 
     def is_done(self) -> bool:
-        """All steps that were asked for, or all samples of the last epoch."""
-        if self.limit is not None and self.step >= self.limit:
+        """All steps that were asked for, or all samples of the last epoch, or nothing to wait for any more."""
+        if (self.limit is not None and self.step >= self.limit) or self.patience.is_lost:
             return True
         consumed_all = self.position.consumed >= len(self.run.training.plan)
         return self.position.epoch >= self.config.epochs or (
@@ -213,6 +216,7 @@ class Engine:
         console.say(f"evaluation at step {self.step}: {task.metric} {self.score:.4f}")
         if run.ranks.is_first:
             self.saver.record_score(self.step, self.score)
+        self.patience.look_at(self.step, self.score)
         self.evaluation_due = False
         return metrics
 
@@ -268,6 +272,8 @@ class Engine:
         score = checkpoint.read_score(path)
         latest = score if score is not None else state["latest_score"]
         self.score = None if latest is None else float(latest)
+        judged = read_events(self._events, events.Evaluation)  # the first rank's, whose file it is
+        self.patience.restore(parallel.from_first({one.step: one.score for one in judged if one.step <= self.step}))
         # Killed between saving and judging; or done, and nobody has seen the result.
         self.evaluation_due = bool(state.get("evaluation_due")) and (score is None or self.is_done())
         try:
@@ -345,6 +351,7 @@ class Engine:
     def summary(self) -> tuple[tuple[str, str], ...]:
         """What a run came to, besides its metrics."""
         rows = [("steps", f"{self.step:,}"), ("bad steps", f"{self.bad_steps.total:,}")]
+        rows += [("frozen", f"{len(self.frozen):,} parameters")] if self.frozen else []
         if self.config.compile:
             rows.append(("recompiles after warm-up", f"{self.recompiles:,}"))
         if self.run.device.type == "cuda":

@@ -6,7 +6,7 @@ anybody waiting for it; since the step changed nothing, the weights are still th
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from stoker import console
 from stoker.data.ragged import Indices
 from stoker.errors import MachineError
 from stoker.runs.events import EventLog
-from stoker.runs.schema import BadStep, Spike, Stuck
+from stoker.runs.schema import BadStep, OutOfPatience, Spike, Stuck
 from stoker.train.checkpoint import RandomStates
 from stoker.train.config import TrainConfig
 
@@ -133,3 +133,38 @@ class LossWatch:
 
     def restore(self, recent: list[float]) -> None:
         self._recent.extend(recent)
+
+
+class Patience:
+    """Ends a run whose evaluations have not become better for a while."""
+
+    def __init__(self, limit: int | None, goal: str, log: EventLog) -> None:
+        self._limit, self._goal, self._log = limit, goal, log
+        self._scores: dict[int, float] = {}
+
+    def look_at(self, step: int, score: float) -> None:
+        self._scores[step] = score
+        if self.is_lost:
+            best = self._best()
+            self._log.write(OutOfPatience(step=step, best_step=best, best_score=self._scores[best]))
+            console.say(
+                f"The score has not been better than at step {best:,} for {self._limit} evaluations: ending here."
+            )
+
+    @property
+    def is_lost(self) -> bool:
+        if self._limit is None or not self._scores:
+            return False
+        return sum(step > self._best() for step in self._scores) >= self._limit
+
+    def restore(self, scores: Mapping[int, float]) -> None:
+        self._scores = dict(scores)
+
+    def _best(self) -> int:
+        """The step of the best score, the earliest of equals; a score that is no number is worse than any."""
+        sign = 1 if self._goal == "min" else -1
+        return min(sorted(self._scores), key=lambda step: _or_infinity(sign * self._scores[step]))
+
+
+def _or_infinity(value: float) -> float:
+    return math.inf if math.isnan(value) else value

@@ -3,7 +3,6 @@
 from stoker import console
 from stoker.data.device import feed
 from stoker.train.engine import Engine
-from stoker.train.schedule import lr_at
 from stoker.train.signals import stop_on_signals
 
 
@@ -20,7 +19,7 @@ def train(engine: Engine) -> tuple[dict[str, float], str | None]:
         for step in feed(run.training.steps(engine.position, config.epochs), run.device):
             if engine.is_done() or engine.bad_steps.stop_asked:
                 break
-            lr = lr_at(config, engine.step, engine.total)
+            lr = run.lr_at(config, engine.step, engine.total)
             result = engine.compute(step, stop_asked=stop.by is not None)
             norms = engine.stepper.update(result, lr, with_norms=engine.norms_due)
             engine.advance(step, result, norms)

@@ -1,5 +1,6 @@
 """Optimizers: fused AdamW and SGD, and LAMB; able to skip a step on the device, no decay on norms, biases, embeddings."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,14 +8,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from stoker.train.config import TrainConfig
+from stoker.train.layers import layer_numbers
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 
 
+MakeOptimizer = Callable[[nn.Module, TrainConfig], torch.optim.Optimizer]
+
+
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    decayed, plain = parameter_groups(model)
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
+    groups = _groups(model, config)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
     if config.optimizer == "lamb":
@@ -26,6 +29,25 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         for parameter in group["params"]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
+
+
+def _groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
+    """Parameters by weight decay and, with `layer_decay`, by layer; each group with its highest rate."""
+    decayed, plain = parameter_groups(model)
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    if config.layer_decay is not None:
+        groups = [one for group in groups for one in _by_layer(model, group, config.lr, config.layer_decay)]
+    return [group for group in groups if group["params"]]
+
+
+def _by_layer(model: nn.Module, group: dict[str, Any], lr: float, decay: float) -> list[dict[str, Any]]:
+    """The last layer has the full rate, each one before it less by the factor `decay`."""
+    numbers, names = layer_numbers(model), {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[int, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        found.setdefault(numbers[names[id(parameter)]], []).append(parameter)
+    top = max(numbers.values())
+    return [{**group, "params": some, "lr": lr * decay ** (top - number)} for number, some in sorted(found.items())]
 
 
 class Lamb(torch.optim.Optimizer):
@@ -88,6 +110,10 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
 def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """Updates the weights unless `skip` (a float 0-d tensor) is 1; neither weights nor moments are touched then."""
+    if not (isinstance(optimizer, Lamb) or getattr(optimizer, "_step_supports_amp_scaling", False)):
+        if not skip.item():  # the host waits for it: an optimizer of others does not look at the device itself
+            optimizer.step()
+        return
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     optimizer.step()

@@ -8,7 +8,9 @@ import torch
 from stoker.data.loader import Loader
 from stoker.data.source import RunData
 from stoker.train.config import TrainConfig
+from stoker.train.optim import MakeOptimizer, build_optimizer
 from stoker.train.parallel import Ranks
+from stoker.train.schedule import LrAt, lr_at
 from stoker.train.task import Task
 
 
@@ -23,3 +25,5 @@ class Run:
     settings: dict[str, Any]  # the resolved configuration, kept in every checkpoint
     seed: int = 0
     ranks: Ranks = field(default_factory=Ranks)
+    make_optimizer: MakeOptimizer = build_optimizer
+    lr_at: LrAt = lr_at

@@ -1,9 +1,12 @@
 """Learning rates as pure functions of the step, and a small chart of them."""
 
 import math
+from collections.abc import Callable
 
 from stoker.errors import UserError
 from stoker.train.config import TrainConfig
+
+LrAt = Callable[[TrainConfig, int, int], float]  # of a step, counted from 0, of so many
 
 
 def lr_at(config: TrainConfig, step: int, total_steps: int) -> float:
@@ -28,17 +31,21 @@ def scaled_lr(config: TrainConfig, batch_size: int | None) -> tuple[float, str]:
     )
 
 
-def chart(config: TrainConfig, total_steps: int, width: int = 60, height: int = 6) -> str:
+def chart(config: TrainConfig, total_steps: int, rate: LrAt = lr_at, width: int = 60, height: int = 6) -> str:
     """The schedule as text, highest rate at the top."""
     columns = min(width, total_steps)
     steps = [round(column * (total_steps - 1) / max(1, columns - 1)) for column in range(columns)]
-    shares = [_share(config, step, total_steps) for step in steps]
+    rates = [rate(config, step, total_steps) for step in steps]
+    top = config.lr if rate is lr_at else max([*rates, 1e-300])
+    shares = [one / top for one in rates]
     lines = []
     for row in range(height, 0, -1):
-        label = f"{config.lr * row / height:9.2e} " if row in (height, 1) else " " * 10
+        label = f"{top * row / height:9.2e} " if row in (height, 1) else " " * 10
         lines.append(label + "|" + "".join("#" if share > (row - 0.5) / height else " " for share in shares).rstrip())
     lines.append(" " * 10 + "+" + "-" * columns)
-    lines.append(f"{'':11}0{total_steps:>{max(1, columns - 1)},} steps, {config.schedule}")
+    lines.append(
+        f"{'':11}0{total_steps:>{max(1, columns - 1)},} steps, {config.schedule if rate is lr_at else 'own schedule'}"
+    )
     return "\n".join(lines)
 
 

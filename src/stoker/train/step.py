@@ -38,6 +38,10 @@ class Stepper:
         self, task: Task, optimizer: torch.optim.Optimizer, config: TrainConfig, precision: str, device: torch.device
     ) -> None:
         self.task, self.optimizer = task, optimizer
+        for (
+            group
+        ) in optimizer.param_groups:  # rates of groups keep their ratio to the run's, whatever the schedule does
+            group["lr_scale"] = float(group["lr"]) / config.lr
         self.parameters = [parameter for parameter in task.model.parameters() if parameter.requires_grad]
         self.average = Average(task.model, config.ema) if config.ema else None
         self.scale = LossScale(device) if precision == "fp16" else None
@@ -89,7 +93,7 @@ class Stepper:
         """
         before = [parameter.detach().clone() for parameter in self.parameters] if with_norms else []
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         if self._config.clip_norm is not None:
             torch._foreach_mul_(self._gradients(), (self._config.clip_norm / (result.norm + 1e-6)).clamp(max=1.0))
         step_unless(self.optimizer, result.bad)
