@@ -202,6 +202,54 @@ def test_classes_that_do_not_agree_are_refused_with_both_lists(own_pictures: Pat
         parts_of(own_pictures)
 
 
+def flatten_validation(root: Path, into: str) -> dict[str, str]:
+    """Classes get ImageNet's kind of names; validation images go into one folder. The class of each."""
+    classes = {name: f"n{number:08d}" for number, name in enumerate(sorted(CLASSES))}
+    for path in sorted((root / "train").iterdir()):
+        path.rename(path.with_name(classes[path.name]))
+    (root / "val").rename(root / "old")
+    (root / into).mkdir(parents=True)
+    found = {}
+    for number, path in enumerate(sorted((root / "old").rglob("*.jpg"))):
+        name = f"ILSVRC2012_val_{(number * 7919) % 10007:08d}.JPEG"
+        found[name] = classes[path.parent.name]
+        path.rename(root / into / name)
+    shutil.rmtree(root / "old")
+    return found
+
+
+@pytest.mark.parametrize("kind", ["kaggle", "tiny", "synsets"])
+def test_the_official_validation_images_in_one_folder_find_their_classes(own_pictures: Path, kind: str) -> None:
+    before = content_by_class(own_pictures)
+    classes = flatten_validation(own_pictures, "val/images" if kind == "tiny" else "val")
+    if kind == "kaggle":
+        lines = ["ImageId,PredictionString", *(f"{name[:-5]},{one} 1 2 3 4 " for name, one in classes.items())]
+        (own_pictures / "LOC_val_solution.csv").write_text("\n".join(lines))
+    elif kind == "tiny":
+        lines = [f"{name}\t{one}\t0\t0\t9\t9" for name, one in classes.items()]
+        (own_pictures / "val" / "val_annotations.txt").write_text("\n".join(lines))
+    else:
+        lines = [classes[name] for name in sorted(classes)]
+        (own_pictures / "imagenet_2012_validation_synset_labels.txt").write_text("\n".join(lines))
+    assert content_by_class(own_pictures) == before
+    assert len(parts_of(own_pictures).validation.plan) == len(classes)
+
+
+def test_validation_images_without_classes_are_refused_with_what_to_do(own_pictures: Path) -> None:
+    classes = flatten_validation(own_pictures, "val")
+    with pytest.raises(UserError, match=r"120 images and no folders of classes\. Put one of these beside it"):
+        open_images(own_pictures)
+    (own_pictures / "ILSVRC2012_validation_ground_truth.txt").write_text("1\n" * 120)
+    with pytest.raises(UserError, match="numbers classes in the order of the challenge"):
+        open_images(own_pictures)
+    (own_pictures / "imagenet_2012_validation_synset_labels.txt").write_text("n00000001\n" * 119)
+    with pytest.raises(UserError, match="has 119 classes, and there are 120 images"):
+        open_images(own_pictures)
+    (own_pictures / "LOC_val_solution.csv").write_text(f"{next(iter(classes))[:-5]},n00000001 1 2 3 4\n")
+    with pytest.raises(UserError, match="does not say the class of 119 images"):
+        open_images(own_pictures)
+
+
 def test_permuted_validation_labels_are_found_before_the_first_step(tmp_path: Path) -> None:
     draw_set(tmp_path / "set", per_class=120, held_out=40, seed=1)
     parts_of(tmp_path / "set")  # as it is, nobody complains

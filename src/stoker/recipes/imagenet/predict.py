@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import io
+import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from stoker.recipes.imagenet.batch import HostImages, ImageBatch
 from stoker.recipes.imagenet.config import ImageNetData
 from stoker.recipes.imagenet.crops import centre_crop
 from stoker.recipes.imagenet.decode import Broken, decode_crop, size_of
+from stoker.recipes.imagenet.resize import MEAN, STD
 from stoker.recipes.imagenet.subset import choose
 from stoker.recipes.imagenet.tars import ENDINGS
 from stoker.train import parallel
@@ -182,6 +184,7 @@ def export(model: Trained, out: Path, samples: Path | None) -> Mapping[str, Any]
     if out.exists():
         raise UserError(f"{out} exists, and nothing is overwritten: remove it, or name another --out.")
     try:
+        import onnx
         import onnxruntime
         import onnxscript  # noqa: F401
     except ImportError as error:
@@ -207,6 +210,10 @@ def export(model: Trained, out: Path, samples: Path | None) -> Mapping[str, Any]
             external_data=False,
             verbose=False,
         )
+        about = _about(model)
+        written = onnx.load(partial)
+        onnx.helper.set_model_props(written, about)
+        onnx.save(written, partial)
         session = onnxruntime.InferenceSession(str(partial), providers=["CPUExecutionProvider"])
         theirs = session.run(None, {"images": images.contiguous().numpy()})[0]
         with torch.inference_mode():
@@ -226,8 +233,23 @@ def export(model: Trained, out: Path, samples: Path | None) -> Mapping[str, Any]
     return {
         "path": str(out),
         "input": f"images (batch, 3, {size}, {size})",
+        "inside": sorted(about),
         "checked_on": len(kept),
         "largest_difference": largest,
+    }
+
+
+def _about(model: Trained) -> dict[str, str]:
+    """What somebody needs to know who has nothing but the file: how to prepare an image, and what an answer means."""
+    config = model.config.data
+    return {
+        "classes": json.dumps(list(model.task.classes.names)),
+        "mean": json.dumps(list(MEAN)),
+        "std": json.dumps(list(STD)),
+        "size": str(config.validation_size or config.size),
+        "crop": str(config.validation_crop),
+        "input": "RGB / 255, minus mean, over std; the shorter side shrunk so that `crop` of it is `size`, from the middle",
+        "weights": "averaged" if model.averaged else "raw",
     }
 
 

@@ -20,6 +20,7 @@ from stoker.data.ragged import Array, Indices
 from stoker.data.samples import SampleTable, new_table, open_table
 from stoker.errors import UserError
 from stoker.recipes.imagenet.classes import ClassMap, class_map, listed
+from stoker.recipes.imagenet.flat import flat_folder, flat_labels
 from stoker.recipes.imagenet.tars import ENDINGS, read_tar
 
 TRAINING, VALIDATION = ("train", "training"), ("val", "validation", "valid", "test")
@@ -79,8 +80,9 @@ def _open_folders(root: Location) -> Images:
     names: list[list[str]] = []
     found: list[_Found] = []
     strange: list[str] = []
+    flat = None if parts[1] is None else flat_folder(parts[1])
     for part, folder in parts.items():
-        if folder is None:
+        if folder is None or (part == 1 and flat is not None):
             continue
         for label in (name for name, one in list_folder(folder).items() if one.is_folder and _is_shown(name)):
             if folder / label == parts[1]:
@@ -93,6 +95,14 @@ def _open_folders(root: Location) -> Images:
                 found.append(_Found(len(shards), number, size, label, part, name))
             shards.append(label if folder == root else f"{folder.name}/{label}")
             names.append([name for name, _ in entries])
+    if flat is not None:
+        listed_files = sorted(one for one in _files(flat) if not one[0].lower().endswith(NOT_READ))
+        labels = flat_labels(root, flat, [name for name, _ in listed_files])
+        for number, (name, size) in enumerate(listed_files):
+            counts[1][labels[name]] = counts[1].get(labels[name], 0) + 1
+            found.append(_Found(len(shards), number, size, labels[name], 1, name))
+        shards.append(str(flat.relative_to(root)))
+        names.append([name for name, _ in listed_files])
     if not counts[0]:
         raise UserError(
             f"{root} holds no images: expected train/CLASS/image.jpg and val/CLASS/image.jpg, tar shards, or the output of "
