@@ -80,7 +80,7 @@ class Recipe:
     # Answers for a data set (data.path of the model's configuration), written to a file; returns what to tell.
     predict: Callable[[Trained, Path | None], Mapping[str, Any]] | None = None
     # Samples as a user has them to a batch on the host, for `stoker.load_run(...)(samples)`.
-    prepare: Callable[[RunConfig, Any], Any] | None = None
+    prepare: Callable[[Trained, Any], Any] | None = None
     # The model as one file, with its check: (model, output, samples to check with).
     export: Callable[[Trained, Path, Path | None], Mapping[str, Any]] | None = None
     # Makes a packed copy of a data set; returns what to tell.

@@ -37,11 +37,11 @@ class RunData:
     description: Mapping[str, Any]  # goes into the events
     bytes_per_cost: float  # host memory that a unit of cost needs on its way
     facts: Mapping[str, Any] = field(default_factory=dict)  # JSON that the run keeps, all that a task is built from
+    loose_facts: frozenset[str] = frozenset()  # of them, those that other data may say otherwise
     bad_samples: BadSamples = field(default_factory=BadSamples)
     cache_bytes: int = 0  # of the RAM budget that the source keeps for itself
     validation_stages: Sequence[Stage] | None = None  # where they differ from those of training
-    honours: frozenset[str] = (
-        frozenset()
-    )  # of loader's sample_cost, bad_shards and window, those that mean something here
+    # Of loader's sample_cost, bad_shards and window, those that mean something here.
+    honours: frozenset[str] = frozenset()
     repeated: bool = False  # the training order names samples several times
     paired: bool = False  # a training sample has a partner in its micro-batch

@@ -58,7 +58,7 @@ class LoadedRun:
     def __call__(self, samples: Any) -> Any:
         """Answers for samples as the recipe's `prepare` takes them, or for a batch where it has none."""
         one = self.trained
-        batch = samples if self.recipe.prepare is None else self.recipe.prepare(one.config, samples)
+        batch = samples if self.recipe.prepare is None else self.recipe.prepare(one, samples)
         with inference(self.model), autocast(one.precision, one.device):
             return one.task.predict(to_device(batch, one.device))
 

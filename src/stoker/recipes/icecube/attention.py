@@ -2,7 +2,8 @@
 
 On a GPU our own kernels do it (kernels.py). Elsewhere, and in float64, the plain path does, with the same numbers: segments
 of similar length are padded to the same power of two and attend together, so the waste is bounded and no operation looks
-at pairs of different segments.
+at pairs of different segments. A model that is exported for other programs looks at all pairs, and masks them: that is
+made of operations that every program knows.
 """
 
 # T tokens, H heads, C channels a head, S segments
@@ -30,7 +31,10 @@ class Segments:
     @classmethod
     def of(cls, offsets: Tensor, total: int, block: int = LONG) -> "Segments":
         """`total` is the number of tokens, given so that nobody waits for the device."""
-        number = repeat(torch.arange(len(offsets) - 1, device=offsets.device), offsets, total)
+        if torch.compiler.is_exporting():
+            number = (torch.arange(total)[:, None] >= offsets[1:]).sum(1)
+        else:
+            number = repeat(torch.arange(len(offsets) - 1, device=offsets.device), offsets, total)
         return cls(offsets, number, offsets[number].int(), offsets[number + 1].int(), block)
 
 
@@ -54,6 +58,8 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor
 
 def attend(qkv: Tensor, segments: Segments, bias: Bias | None = None) -> Tensor:
     """The same on queries, keys and values in one array (T, 3, H, C), with known segments and an optional bias."""
+    if torch.compiler.is_exporting():
+        return _all_pairs(qkv, segments, bias)
     if (fast := _kernels(qkv)) is None:
         query, key, value = qkv.unbind(1)
         return _plain_attention(query, key, value, segments.offsets, bias)
@@ -63,6 +69,10 @@ def attend(qkv: Tensor, segments: Segments, bias: Bias | None = None) -> Tensor:
 
 def segment_mean(values: Tensor, segments: Segments) -> Tensor:
     """Mean over the rows of each segment: (T, C) -> (S, C); zero for an empty one."""
+    if torch.compiler.is_exporting():
+        lengths = segments.offsets.diff()
+        member = torch.arange(len(lengths))[:, None] == segments.number
+        return member.to(values.dtype) @ values / lengths.clamp_min(1)[:, None]
     if (fast := _kernels(values)) is not None:
         return fast.mean(values, segments.offsets, segments.number)  # type: ignore[no-any-return]
     lengths = segments.offsets.diff()
@@ -102,6 +112,17 @@ def _plain_attention(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor,
             out = out.index_put((index[inside],), mixed[inside])
         width *= 2
     return out
+
+
+def _all_pairs(qkv: Tensor, segments: Segments, bias: Bias | None) -> Tensor:
+    """All tokens as one segment, in which those of others are masked."""
+    query, key, value = (part[None] for part in qkv.unbind(1))
+    mask = (segments.number[:, None] == segments.number)[None, None]  # (1, 1, T, T)
+    if bias is not None:
+        index = torch.arange(len(qkv))[None]
+        mask = _dense_bias(bias, index).to(qkv.dtype).masked_fill(~mask, float("-inf"))
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)[0]
 
 
 def _padded_index(first: Tensor, lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stoker.data.batch import map_tensors
 from stoker.data.ragged import Array, Ragged, offsets_of
-from stoker.recipes.icecube.geometry import NUM_SENSORS
+from stoker.recipes.icecube.geometry import MOST_SENSORS
 
 # Bits of `flags`.
 AUXILIARY, FIRST_OF_DOM = 1, 2
@@ -35,6 +35,7 @@ class EventBatch:
     event_offsets: Tensor  # (E + 1,) int64, into DOMs
     direction: Tensor  # (E, 3) float32, unit vector to where the neutrino came from
     rows: Tensor  # (E,) int64, rows of the sample table
+    truth: Tensor | None = None  # (E, 4) log10 of the energy / GeV, vertex (m), where a model learns them
 
     @property
     def num_samples(self) -> int:
@@ -54,6 +55,7 @@ class HostBatch:
     num_doms: int  # of all events; 0 where pulses are not grouped
     direction: Tensor  # (E, 3)
     rows: Tensor  # (E,)
+    truth: Tensor | None = None  # (E, 4)
 
     @property
     def num_samples(self) -> int:
@@ -75,13 +77,14 @@ class HostBatch:
             event_offsets=self.event_offsets.long(),
             direction=self.direction,
             rows=self.rows,
+            truth=self.truth,
         )
 
     def _sorted(self) -> "HostBatch":
         """Groups pulses by DOM, in their order of time. Waits for the device once: the number of DOMs is not known."""
         counts = self.pulse_offsets.diff()
         event = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-        order = torch.sort(event * NUM_SENSORS + self.sensor, stable=True).indices
+        order = torch.sort(event * MOST_SENSORS + self.sensor, stable=True).indices
         is_first = begins_dom(event[order], self.sensor[order])
         doms = torch.bincount(event[order][is_first], minlength=len(counts))
         event_offsets = torch.cat([doms.new_zeros(1), doms.cumsum(0)])
@@ -97,7 +100,7 @@ def begins_dom(event: Any, sensor: Any) -> Any:
     return marks
 
 
-def collate(pulses: Ragged, labels: Mapping[str, Array], doms: Array | None) -> HostBatch:
+def collate(pulses: Ragged, labels: Mapping[str, Array], doms: Array | None, truth: Array | None = None) -> HostBatch:
     """From columns (time, charge, sensor, flags) to a batch.
 
     `doms`, the number of DOMs of each event, is given where pulses stand by DOM, as flags tell.
@@ -115,6 +118,7 @@ def collate(pulses: Ragged, labels: Mapping[str, Array], doms: Array | None) -> 
         num_doms=0 if event_offsets is None else int(event_offsets[-1]),
         direction=torch.from_numpy(unit_vectors(labels["azimuth"], labels["zenith"])),
         rows=torch.from_numpy(pulses.rows),
+        truth=None if truth is None else torch.from_numpy(truth[pulses.rows]),
     )
 
 

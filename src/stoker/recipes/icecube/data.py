@@ -26,9 +26,11 @@ from stoker.errors import UserError
 from stoker.recipe import RunConfig
 from stoker.recipes.icecube import events
 from stoker.recipes.icecube.batch import EventBatch
+from stoker.recipes.icecube.graphnet import as_layout, loose_facts
 from stoker.recipes.icecube.simulate import simulate
 from stoker.recipes.icecube.sources import DirectEvents, EventSource, PackedEvents, ResidentEvents, check_window
 from stoker.recipes.icecube.table import Part, check_layout, open_events
+from stoker.recipes.icecube.truth import targets
 from stoker.settings import AlsoCalled, config
 
 # Host memory that a pulse needs on its way: nine bytes gathered, eight for its index, and as much again in between.
@@ -38,8 +40,9 @@ BYTES_PER_PULSE = 40.0
 @config
 class IceCubeData:
     path: Annotated[DataPath, AlsoCalled("dir", "data_dir", "root")] | None = (
-        None  # Kaggle layout or packed; None: simulate
+        None  # Kaggle layout, packed, or GraphNeT's SQLite or Parquet; None: simulate
     )
+    pulses: str | None = None  # table of a GraphNeT database to use, where it has several
     mode: Literal["auto", "direct", "packed", "resident"] = "auto"  # auto packs once, if the disk has room
     split: Literal["files", "hash"] = "files"  # what is held out: whole files, or events by a hash of their id
     validation: Annotated[float, Field(gt=0, lt=1)] | tuple[int, ...] = 0.05  # share held out, or numbers of files
@@ -55,6 +58,8 @@ class IceCubeData:
     def without_effect(self) -> dict[str, str]:
         """Keys that change nothing beside the others, and why."""
         found: dict[str, str] = {}
+        if self.path is None:
+            found["pulses"] = "events are simulated"
         if self.path is not None:
             found |= dict.fromkeys(("simulate_events", "simulate_files"), "data.path is given, nothing is simulated")
         else:
@@ -72,8 +77,9 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
     quarantine = Quarantine(table, run.loader.bad_shards, bad_samples)
     split = _split(table, run.data, quarantine.shards)
     source = open_source(split.training)
+    truth = targets(root, table, energy=run.model.energy, vertex=run.model.vertex)
     description = {
-        "path": str(root),
+        "path": str(run.data.path or root),
         "mode": source.mode,
         "split": split.description,
         "training": len(split.training),
@@ -86,10 +92,11 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         training=split.training,
         validation=split.validation,
         order=source.order(split.training),
-        stages=source.stages(run.loader.sample_cost, quarantine),
+        stages=source.stages(run.loader.sample_cost, quarantine, truth),
         files_of=source.files_of,
         description=description,
         facts=events.open_geometry(root).facts(),
+        loose_facts=loose_facts(run.data.path),
         honours=frozenset({"sample_cost", "bad_shards", "window"}),
         bad_samples=bad_samples,
         bytes_per_cost=BYTES_PER_PULSE,
@@ -113,10 +120,11 @@ def open_all(run: RunConfig) -> RunData:
         training=everything,
         validation=everything,
         order=source.order(everything),
-        stages=source.stages(run.loader.sample_cost, Quarantine(source.table, "stop", bad_samples)),
+        stages=source.stages(run.loader.sample_cost, Quarantine(source.table, "stop", bad_samples), None),
         files_of=source.files_of,
-        description={"path": str(root), "fingerprint": source.table.fingerprint},
+        description={"path": str(run.data.path or root), "fingerprint": source.table.fingerprint},
         facts=events.open_geometry(root).facts(),
+        loose_facts=loose_facts(run.data.path),
         bad_samples=bad_samples,
         bytes_per_cost=BYTES_PER_PULSE,
         cache_bytes=source.cache_bytes,
@@ -135,7 +143,7 @@ def load_rows(stages: Sequence[Stage], rows: Indices, device: torch.device) -> E
 def data_root(run: RunConfig) -> Location:
     """The user's directory, or simulated events in the cache, made on first use."""
     if run.data.path is not None:
-        return Location(run.data.path)
+        return as_layout(Location(run.data.path), run.data.pulses)
     on_gpu = run.run.device != "cpu" and torch.cuda.is_available()
     return _simulated(run.data.simulate_events, run.data.simulate_files, run.run.seed, "cuda" if on_gpu else "cpu")
 

@@ -48,7 +48,7 @@ class DeepModel(nn.Module):
             EncoderLayer(width, heads, config.expansion, config.dropout) for _ in range(config.layers)
         )
         self.tables = nn.ParameterList(torch.zeros(heads, config.knots) for _ in range(config.bias_layers))
-        self.norm, self.head = nn.LayerNorm(width, elementwise_affine=False), DirectionHead(width)
+        self.norm, self.head = nn.LayerNorm(width, elementwise_affine=False), DirectionHead(width, config)
 
     def forward(self, batch: EventBatch) -> Tensor:
         """(E, 4) unit vectors to where the neutrinos came from, and kappa."""

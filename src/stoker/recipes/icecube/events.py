@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from stoker import console
 from stoker.data.bad_samples import BadShard
-from stoker.data.locations import Location
+from stoker.data.locations import Location, is_file
 from stoker.data.pack import Packing, ShardContent
 from stoker.data.parquet import ParquetSource, as_array, named_if_damaged, open_parquet
 from stoker.data.ragged import Array, Indices, Ragged, offsets_of, range_indices, sample_of_element
@@ -26,7 +26,7 @@ from stoker.recipes.icecube.batch import (
     begins_dom,
     collate,
 )
-from stoker.recipes.icecube.geometry import NUM_SENSORS, Geometry, read_geometry
+from stoker.recipes.icecube.geometry import MOST_SENSORS, Geometry, read_geometry
 
 PULSE_COLUMNS: dict[str, npt.DTypeLike] = {
     "sensor_id": np.int16,
@@ -36,6 +36,7 @@ PULSE_COLUMNS: dict[str, npt.DTypeLike] = {
 }
 CHARGE_TYPES = (np.uint16, np.float32, np.float64)  # codes of the grid, or the charge itself
 MOST_CHARGE = float(np.finfo(np.float32).max)  # what models compute with
+TRUTH = "truth.parquet"  # beside the events, where more than their direction is known: energy, kind, vertex_x, _y, _z
 LABELS: dict[str, npt.DTypeLike] = {"azimuth": np.float32, "zenith": np.float32}
 
 
@@ -59,8 +60,10 @@ def packing(root: Location, table: SampleTable, shuffled: int | None = None, thr
         "flags": np.uint8,
     }
 
+    num_sensors = len(open_geometry(root))
+
     def read_shard(shard: int, rows: Indices) -> ShardContent:
-        return _encode(root / table.shards[shard], table, rows, on_grid=charge_type == np.uint16)
+        return _encode(root / table.shards[shard], table, rows, num_sensors, on_grid=charge_type == np.uint16)
 
     return Packing(
         table=table,
@@ -68,7 +71,7 @@ def packing(root: Location, table: SampleTable, shuffled: int | None = None, thr
         read_shard=read_shard,
         sample_columns={"doms": np.int32},
         extra={"recipe": "icecube"},
-        files={"sensor_geometry.csv": root / "sensor_geometry.csv"},
+        files={name: root / name for name in ("sensor_geometry.csv", TRUTH) if name != TRUTH or is_file(root / name)},
         shuffled=shuffled,
     )
 
@@ -80,7 +83,7 @@ def packed_bytes(table: SampleTable) -> int:
 
 def group_by_dom(sensor: Array, event: Indices) -> tuple[Indices, npt.NDArray[np.bool_]]:
     """Order that sorts pulses by event and DOM, keeping their order in time, and marks of each DOM's first pulse."""
-    group = event * NUM_SENSORS + sensor
+    group = event * MOST_SENSORS + sensor
     # Sorting one integer that carries its own index is quicker than a stable argsort.
     bits = max(1, int(len(group) - 1).bit_length())
     keyed = np.sort((group << bits) | np.arange(len(group)))
@@ -88,7 +91,7 @@ def group_by_dom(sensor: Array, event: Indices) -> tuple[Indices, npt.NDArray[np
     return order, begins_dom(event[order], sensor[order])
 
 
-def _encode(path: Location, table: SampleTable, rows: Indices, *, on_grid: bool) -> ShardContent:
+def _encode(path: Location, table: SampleTable, rows: Indices, num_sensors: int, *, on_grid: bool) -> ShardContent:
     """All events of a file, encoded; a million pulses at a time, so that sorting stays in the cache."""
     with named_if_damaged(path):
         file = open_parquet(path, list(PULSE_COLUMNS), verified=True).read(
@@ -102,7 +105,7 @@ def _encode(path: Location, table: SampleTable, rows: Indices, *, on_grid: bool)
     for begin, end in _stretches(count, 1 << 20):
         take, offsets = range_indices(first[begin:end], count[begin:end])
         pulses = {name: column[take] for name, column in raw.items()}
-        check_pulses(path.parents[1], table, Ragged(pulses, offsets, rows[begin:end]))
+        check_pulses(path.parents[1], table, Ragged(pulses, offsets, rows[begin:end]), num_sensors)
         event = sample_of_element(offsets)
         order, is_first = group_by_dom(pulses["sensor_id"], event)
         flags = np.where(pulses["auxiliary"][order], AUXILIARY, 0) | np.where(is_first, FIRST_OF_DOM, 0)
@@ -131,11 +134,11 @@ def _stretches(count: Array, size: int) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def check_pulses(root: Location, table: SampleTable, pulses: Ragged) -> None:
+def check_pulses(root: Location, table: SampleTable, pulses: Ragged, num_sensors: int) -> None:
     """Refuses pulses that no detector makes, by the name of their event and file."""
     sensor, charge = pulses.columns["sensor_id"], pulses.columns["charge"]
     for wrong, what, values in (
-        ((sensor < 0) | (sensor >= NUM_SENSORS), f"a sensor id outside 0 .. {NUM_SENSORS - 1}", sensor),
+        ((sensor < 0) | (sensor >= num_sensors), f"a sensor id outside 0 .. {num_sensors - 1}", sensor),
         (
             ~((charge >= 0) & (charge <= MOST_CHARGE)),
             "a charge that is negative, not a number or beyond all bounds",
@@ -150,7 +153,7 @@ def check_pulses(root: Location, table: SampleTable, pulses: Ragged) -> None:
             raise BadShard(shard, f"Event {event} in {root / table.shards[shard]} {words}.")
 
 
-def as_batch(pulses: Sequence[Mapping[str, Any]]) -> HostBatch:
+def as_batch(pulses: Sequence[Mapping[str, Any]], num_sensors: int) -> HostBatch:
     """Events in hand, each a dict of arrays under the names of the competition's columns; their directions are unknown."""
     for number, event in enumerate(pulses):
         missing = [name for name in PULSE_COLUMNS if name not in event]
@@ -164,8 +167,8 @@ def as_batch(pulses: Sequence[Mapping[str, Any]]) -> HostBatch:
     rows = np.arange(len(pulses))
     found = Ragged(columns, offsets_of(counts), rows)
     sensor = columns["sensor_id"]
-    if ((sensor < 0) | (sensor >= NUM_SENSORS)).any() or (counts < 1).any():
-        raise UserError(f"An event needs pulses, and a sensor id is one of 0 .. {NUM_SENSORS - 1}.")
+    if ((sensor < 0) | (sensor >= num_sensors)).any() or (counts < 1).any():
+        raise UserError(f"An event needs pulses, and a sensor id is one of 0 .. {num_sensors - 1}.")
     nowhere = np.zeros(len(pulses), np.float32)
     return collate(stored_columns(found), {"azimuth": nowhere, "zenith": nowhere}, None)
 

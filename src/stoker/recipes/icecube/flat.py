@@ -49,7 +49,7 @@ class FlatModel(nn.Module):
         num_inputs = num_dom_inputs(config) + NUM_PULSE_INPUTS + 2 + NUM_LATER_INPUTS * (config.first_pulses - 1)
         self.embedding = nn.Linear(num_inputs, config.width)
         self.layers = nn.ModuleList(FlatLayer(config) for _ in range(config.layers))
-        self.head = DirectionHead(config.width)
+        self.head = DirectionHead(config.width, config)
 
     def forward(self, batch: EventBatch) -> Tensor:
         """(E, 4) unit vectors to where the neutrinos came from, and kappa."""

@@ -1,7 +1,8 @@
-"""The detector: where each of the 5,160 DOMs hangs and how well it sees.
+"""The detector: where each DOM hangs and how well it sees.
 
-A sensor id is `60 * (string - 1) + (dom - 1)`, so every table here is an array of 86 strings x 60 DOMs. The built-in
-detector is made by rule; a user's own `sensor_geometry.csv` replaces its positions.
+A sensor id of IceCube is `60 * (string - 1) + (dom - 1)`, so its tables are arrays of 86 strings x 60 DOMs. The built-in
+detector is made by rule; a user's own `sensor_geometry.csv` replaces it, and may be of another detector, with any number of
+sensors from 0 on.
 """
 
 import csv
@@ -20,7 +21,8 @@ from stoker.errors import UserError
 
 NUM_STRINGS = 86
 DOMS_PER_STRING = 60
-NUM_SENSORS = NUM_STRINGS * DOMS_PER_STRING
+NUM_SENSORS = NUM_STRINGS * DOMS_PER_STRING  # of IceCube
+MOST_SENSORS = 1 << 15  # of any detector: a pulse keeps its sensor in 16 bits
 FIRST_DEEPCORE_STRING = 79
 
 # Rows of the hexagonal grid as deployed: 78 strings, 125 m apart, the rows turned by 9 degrees against the x axis.
@@ -39,16 +41,22 @@ HIGH_EFFICIENCY = 1.35  # quantum efficiency of a DeepCore PMT relative to a sta
 class Geometry:
     """Positions in metres, IceCube coordinates (z up, 0 at the centre), and relative efficiency of each sensor."""
 
-    xyz: npt.NDArray[np.float32]  # (5160, 3)
-    efficiency: npt.NDArray[np.float32]  # (5160,)
+    xyz: npt.NDArray[np.float32]  # (sensors, 3)
+    efficiency: npt.NDArray[np.float32]  # (sensors,)
+
+    def __len__(self) -> int:
+        return len(self.xyz)
 
     def facts(self) -> dict[str, Any]:
         """As JSON, for the run to keep."""
-        return {"sensor_xyz": self.xyz.tolist()}
+        usual = np.array_equal(self.efficiency, _efficiency(len(self)))
+        return {"sensor_xyz": self.xyz.tolist()} | ({} if usual else {"efficiency": self.efficiency.tolist()})
 
 
 def geometry_of(facts: Mapping[str, Any]) -> Geometry:
-    return Geometry(np.array(facts["sensor_xyz"], np.float32), _efficiency())
+    xyz = np.array(facts["sensor_xyz"], np.float32)
+    given = facts.get("efficiency")
+    return Geometry(xyz, _efficiency(len(xyz)) if given is None else np.array(given, np.float32))
 
 
 def standard_geometry() -> Geometry:
@@ -62,11 +70,11 @@ def standard_geometry() -> Geometry:
     )
     z[FIRST_DEEPCORE_STRING - 1 :] = z_deepcore
     xyz = np.concatenate([np.repeat(xy, DOMS_PER_STRING, axis=0), z.reshape(-1, 1)], axis=1)
-    return Geometry(xyz=xyz.astype(np.float32).round(2), efficiency=_efficiency())
+    return Geometry(xyz=xyz.astype(np.float32).round(2), efficiency=_efficiency(NUM_SENSORS))
 
 
 def read_geometry(path: Location) -> Geometry:
-    """Positions from a Kaggle `sensor_geometry.csv` (columns sensor_id, x, y, z; every sensor exactly once)."""
+    """Positions from a Kaggle `sensor_geometry.csv`: columns sensor_id, x, y, z and, if it likes, efficiency."""
     try:
         rows = list(csv.DictReader(io.StringIO(read(path).decode(), newline="")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -78,36 +86,41 @@ def read_geometry(path: Location) -> Geometry:
     if missing_columns:
         raise UserError(
             f"The geometry {path} lacks the column(s) {', '.join(sorted(missing_columns))}; it needs "
-            f"sensor_id, x, y, z with one row for each of the {NUM_SENSORS} sensors."
+            f"sensor_id, x, y, z with one row for each sensor."
         )
     try:
         sensor = np.array([int(row["sensor_id"]) for row in rows])
         xyz = np.array([[float(row[axis]) for axis in "xyz"] for row in rows], dtype=np.float32)
+        efficiency = [float(row["efficiency"]) for row in rows] if "efficiency" in rows[0] else None
     except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"The geometry {path} holds a value that is not a number ({error}).") from error
     _check_sensors(path, sensor, xyz)
-    ordered = np.empty((NUM_SENSORS, 3), np.float32)
-    ordered[sensor] = xyz
-    return Geometry(xyz=ordered, efficiency=_efficiency())
+    order = np.argsort(sensor)
+    usual = _efficiency(len(sensor))
+    return Geometry(xyz[order], usual if efficiency is None else np.array(efficiency, np.float32)[order])
 
 
 def write_geometry(geometry: Geometry, path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["sensor_id", "x", "y", "z"])
+        usual = np.array_equal(geometry.efficiency, _efficiency(len(geometry)))
+        writer.writerow(["sensor_id", "x", "y", "z", *([] if usual else ["efficiency"])])
         for sensor, (x, y, z) in enumerate(geometry.xyz):
-            writer.writerow([sensor, f"{x:.2f}", f"{y:.2f}", f"{z:.2f}"])
+            more = [] if usual else [f"{geometry.efficiency[sensor]:.4g}"]
+            writer.writerow([sensor, f"{x:.2f}", f"{y:.2f}", f"{z:.2f}", *more])
 
 
 def _check_sensors(path: Location, sensor: npt.NDArray[np.int64], xyz: npt.NDArray[np.float32]) -> None:
-    outside = sensor[(sensor < 0) | (sensor >= NUM_SENSORS)]
+    outside = sensor[(sensor < 0) | (sensor >= MOST_SENSORS)]
     if outside.size:
-        raise UserError(f"The geometry {path} holds sensor id {outside[0]}; ids run from 0 to {NUM_SENSORS - 1}.")
-    counts = np.bincount(sensor, minlength=NUM_SENSORS)
+        raise UserError(
+            f"The geometry {path} holds sensor id {outside[0]}; ids run from 0 to {MOST_SENSORS - 1} at most."
+        )
+    counts = np.bincount(sensor)
     if (counts != 1).any():
         wrong = np.flatnonzero(counts != 1)
         raise UserError(
-            f"The geometry {path} must list each of the {NUM_SENSORS} sensors once: {wrong.size} are missing or "
+            f"The geometry {path} must list each of its {len(counts)} sensors, from 0 on, once: {wrong.size} are missing or "
             f"repeated, the first is sensor {wrong[0]} with {counts[wrong[0]]} rows."
         )
     if not np.isfinite(xyz).all():
@@ -140,7 +153,10 @@ def _deepcore_xy() -> npt.NDArray[np.float64]:
     return np.array(infill + ring)
 
 
-def _efficiency() -> npt.NDArray[np.float32]:
+def _efficiency(num_sensors: int) -> npt.NDArray[np.float32]:
+    """Of IceCube, or of a detector that nothing is known of."""
+    if num_sensors != NUM_SENSORS:
+        return np.ones(num_sensors, np.float32)
     efficiency = np.ones((NUM_STRINGS, DOMS_PER_STRING), np.float32)
     efficiency[FIRST_DEEPCORE_STRING - 1 :] = HIGH_EFFICIENCY
     return efficiency.reshape(-1)

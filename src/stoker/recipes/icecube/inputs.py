@@ -41,6 +41,8 @@ class DirectionConfig:
 
     loss: Literal["angle", "vmf", "both"] = "both"  # the angle, von Mises-Fisher likelihood, or their sum
     ice: bool = False  # scattering and absorption length at each DOM as inputs
+    energy: bool = False  # learnt beside the direction, with its uncertainty, from truth.parquet
+    vertex: bool = False  # likewise
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,19 @@ def num_dom_inputs(config: DirectionConfig) -> int:
 class InputLayer(nn.Module):
     """Knows the detector; has no parameters."""
 
-    xyz: Tensor  # (5160, 3) m
-    sensors: Tensor  # (5160, 4 or 6) position, efficiency, ice, normalised
+    xyz: Tensor  # (sensors, 3) m
+    sensors: Tensor  # (sensors, 4 or 6) position, efficiency, ice, normalised
 
     def __init__(self, config: DirectionConfig, geometry: Geometry) -> None:
         super().__init__()
+        self._ice = config.ice
+        self.use(geometry)
+
+    def use(self, geometry: Geometry) -> None:
+        """Places are inputs like any other: a model that has learnt can look at another detector."""
         xyz = torch.from_numpy(geometry.xyz)
         columns = [xyz / POSITION_SCALE_M, torch.from_numpy(geometry.efficiency)[:, None] - 1]
-        if config.ice:
+        if self._ice:
             columns.append(torch.from_numpy(_ice(geometry)))
         self.register_buffer("xyz", xyz, persistent=False)
         self.register_buffer("sensors", torch.cat(columns, -1), persistent=False)
@@ -145,16 +152,34 @@ class PulseEmbedding(nn.Module):
 MAX_LOG_KAPPA = 12.0  # an uncertainty of 0.2 degrees; no model of this data comes near
 
 
-class DirectionHead(nn.Module):
-    """(E, C) -> (E, 4): a unit vector to where the neutrino came from, and kappa, how sure it is."""
+@dataclass(frozen=True)
+class Answers:
+    """Which columns of a model's answer mean what: the direction, kappa, and what else it has learnt."""
 
-    def __init__(self, width: int) -> None:
+    energy: slice | None  # log10 of the energy / GeV in units of its scale, and log of its uncertainty
+    vertex: slice | None  # x, y, z in units of their scale, and log of their uncertainty
+    width: int
+
+    @classmethod
+    def of(cls, config: DirectionConfig) -> "Answers":
+        width = 4
+        energy = slice(width, width + 2) if config.energy else None
+        width += 2 if config.energy else 0
+        vertex = slice(width, width + 4) if config.vertex else None
+        return cls(energy, vertex, width + (4 if config.vertex else 0))
+
+
+class DirectionHead(nn.Module):
+    """(E, C) -> (E, 4 or more): a unit vector to where the neutrino came from, kappa, how sure it is, and the rest."""
+
+    def __init__(self, width: int, config: DirectionConfig) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, 4))
+        answers = Answers.of(config).width
+        self.layers = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, answers))
 
     def forward(self, events: Tensor) -> Tensor:
         raw = self.layers(events).float() if events.dtype != torch.float64 else self.layers(events)
         direction = nn.functional.normalize(raw[:, :3], dim=-1, eps=1e-6)
         # Bounded softly: no input gives a kappa that is zero or infinite, and small changes of raw scale it.
-        kappa = torch.exp(MAX_LOG_KAPPA * torch.tanh(raw[:, 3:] / MAX_LOG_KAPPA))
-        return torch.cat([direction, kappa], -1)
+        kappa = torch.exp(MAX_LOG_KAPPA * torch.tanh(raw[:, 3:4] / MAX_LOG_KAPPA))
+        return torch.cat([direction, kappa, raw[:, 4:]], -1)

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+LOG_SIGMA = 6.0  # bound of the logarithm of a spread: no input gives one that is zero or infinite
 LOG_SPHERE = math.log(4 * math.pi)  # what a uniform density costs
 
 
@@ -35,6 +36,17 @@ def region_angle(kappa: Tensor, share: float) -> Tensor:
     # With u = 1 - cos: P(u) = (1 - exp(-kappa u)) / (1 - exp(-2 kappa)).
     u = -torch.log1p(share * torch.expm1(-2 * kappa)) / kappa
     return 2 * torch.asin((u / 2).clamp(0, 1).sqrt())
+
+
+def gaussian(predicted: Tensor, log_sigma: Tensor, target: Tensor) -> Tensor:
+    """Negative log likelihood of (..., K) under a mean and one spread for all K, without its constant."""
+    bounded = LOG_SIGMA * torch.tanh(log_sigma / LOG_SIGMA)
+    square = (predicted - target).square().sum(-1)
+    return square * torch.exp(-2 * bounded) / 2 + predicted.shape[-1] * bounded
+
+
+def sigma_of(log_sigma: Tensor) -> Tensor:
+    return torch.exp(LOG_SIGMA * torch.tanh(log_sigma / LOG_SIGMA))
 
 
 def _log_normaliser(kappa: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class TwoStageModel(nn.Module):
         self.place = nn.Sequential(nn.Linear(num_dom_inputs(config), width), nn.GELU(), nn.Linear(width, width))
         self.pulse_layers, self.dom_layers = layers(config.pulse_layers), layers(config.dom_layers)
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
-        self.head = DirectionHead(width)
+        self.head = DirectionHead(width, config)
 
     def forward(self, batch: EventBatch) -> Tensor:
         """(E, 4) unit vectors to where the neutrinos came from, and kappa."""

@@ -11,27 +11,26 @@ import torch
 from torch import Tensor
 
 from stoker.recipes.icecube.batch import AUXILIARY, EventBatch, HostBatch
-from stoker.recipes.icecube.geometry import NUM_SENSORS
 
 JITTER_NS = 5.0
 CHARGE_SCALE = 1.10
 NOISE_SHARE = 0.20  # of an event's pulses, added as single uncorrelated ones
 DEAD_SHARE = 0.05  # of all sensors, the same in all events
 
-Change = Callable[[EventBatch, torch.Generator], EventBatch]
+Change = Callable[[EventBatch, torch.Generator, int], EventBatch]  # the number is that of the detector's sensors
 
 
-def time_jitter(batch: EventBatch, generator: torch.Generator) -> EventBatch:
+def time_jitter(batch: EventBatch, generator: torch.Generator, num_sensors: int) -> EventBatch:
     """Each pulse up to 5 ns early or late."""
     shift = (2 * torch.rand(batch.time.shape, generator=generator, device=batch.time.device) - 1) * JITTER_NS
     return replace(batch, time=batch.time + shift)
 
 
-def charge_scale(batch: EventBatch, generator: torch.Generator) -> EventBatch:
+def charge_scale(batch: EventBatch, generator: torch.Generator, num_sensors: int) -> EventBatch:
     return replace(batch, charge=batch.charge * CHARGE_SCALE)
 
 
-def extra_noise(batch: EventBatch, generator: torch.Generator) -> EventBatch:
+def extra_noise(batch: EventBatch, generator: torch.Generator, num_sensors: int) -> EventBatch:
     """Single photo-electrons on random sensors, spread over the event's readout."""
     event, sensor = _of_pulses(batch)
     counts = torch.bincount(event, minlength=batch.num_samples)
@@ -46,18 +45,18 @@ def extra_noise(batch: EventBatch, generator: torch.Generator) -> EventBatch:
     return _regrouped(
         batch,
         torch.cat([event, owner]),
-        torch.cat([sensor, (uniform() * NUM_SENSORS).long()]),
+        torch.cat([sensor, (uniform() * num_sensors).long()]),
         torch.cat([batch.time, first[owner] + uniform() * (last - first)[owner]]),
         torch.cat([batch.charge, torch.ones(len(owner), device=event.device)]),
         torch.cat([batch.auxiliary, torch.ones(len(owner), device=event.device)]),
     )
 
 
-def dead_doms(batch: EventBatch, generator: torch.Generator) -> EventBatch:
+def dead_doms(batch: EventBatch, generator: torch.Generator, num_sensors: int) -> EventBatch:
     """Sensors that say nothing; an event keeps its first pulse if all of its sensors are dead."""
     event, sensor = _of_pulses(batch)
     fixed = torch.Generator(batch.time.device).manual_seed(0)
-    dead = torch.rand(NUM_SENSORS, generator=fixed, device=batch.time.device) < DEAD_SHARE
+    dead = torch.rand(num_sensors, generator=fixed, device=batch.time.device) < DEAD_SHARE
     keep = ~dead[sensor]
     alive = torch.bincount(event[keep], minlength=batch.num_samples) > 0
     first = torch.diff(event, prepend=event.new_full((1,), -1)) != 0
@@ -100,5 +99,6 @@ def _regrouped(
         num_doms=0,
         direction=batch.direction,
         rows=batch.rows,
+        truth=batch.truth,
     )
     return host.to(batch.time.device)

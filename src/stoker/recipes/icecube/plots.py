@@ -19,7 +19,7 @@ def draw_plots(values: Mapping[str, Any], truth: Mapping[str, Any], result: Mapp
     _errors(values, folder / "errors.png")
     _against(values, np.log10(values["pulses"]), "log10 of the number of pulses", folder / "by_pulses.png")
     _against(values, values["true"][:, 2], "cosine of the true zenith", folder / "by_zenith.png")
-    if truth:
+    if "energy" in truth:
         _against(values, np.log10(truth["energy"]), "log10 of the energy / GeV", folder / "by_energy.png")
     _bias(values, folder / "bias.png")
     if "kappa" in result:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
@@ -23,6 +24,7 @@ from stoker.data.source import RunData
 from stoker.errors import UserError
 from stoker.recipe import Trained
 from stoker.recipes.icecube.data import open_all
+from stoker.recipes.icecube.geometry import geometry_of
 from stoker.recipes.icecube.task import azimuth_zenith
 from stoker.train import parallel
 from stoker.train.precision import autocast
@@ -33,14 +35,17 @@ COLUMNS = ("event_id", "azimuth", "zenith")
 
 
 def predict(model: Trained, out: Path | None) -> Mapping[str, Any]:
-    """Writes `out`: CSV, or Parquet with kappa beside the angles."""
+    """Writes `out`: CSV, or Parquet with kappa beside the angles, and whatever else the model has learnt."""
     out = out or Path("submission.csv")
     if out.suffix not in (".csv", ".parquet"):
         raise UserError(f"--out {out} should end in .csv (the competition's format) or .parquet (with kappa).")
     if out.exists():
         raise UserError(f"{out} exists, and nothing is overwritten: remove it, or name another --out.")
     data = open_all(model.config)
-    if not np.array_equal(np.array(data.facts["sensor_xyz"], np.float32), model.task.sensor_xyz.cpu().numpy()):
+    if data.loose_facts:
+        model.task.use(geometry_of(data.facts))
+        model.task.model.to(model.device)
+    elif not np.array_equal(np.array(data.facts["sensor_xyz"], np.float32), model.task.sensor_xyz.cpu().numpy()):
         raise UserError(
             f"The detector of {data.description['path']} (sensor_geometry.csv) is not the one that the run was trained for."
         )
@@ -81,14 +86,27 @@ def _directions(model: Trained, data: RunData, first: int, stop: int, advance: C
             "azimuth": azimuth,
             "zenith": zenith,
             "kappa": answer[order, 3].astype(np.float64),
+            **_further(model, answer[order]),
         }
     )
+
+
+def _further(model: Trained, answer: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[np.float64]]:
+    """Energy (GeV) and vertex (m) with their uncertainties, where the model has learnt them."""
+    found = {name: values.double().numpy() for name, values in model.task.further(torch.from_numpy(answer)).items()}
+    columns: dict[str, npt.NDArray[np.float64]] = {}
+    if "energy" in found:
+        columns |= {"energy": 10 ** found["energy"][:, 0], "energy_sigma_log10": found["energy_sigma"][:, 0]}
+    if "vertex" in found:
+        columns |= {f"vertex_{axis}": found["vertex"][:, place] for place, axis in enumerate("xyz")}
+        columns["vertex_sigma"] = found["vertex_sigma"][:, 0]
+    return columns
 
 
 def _join(parts: Parts, out: Path) -> None:
     """All parts in their order, then the parts go."""
     partial = out.with_name(f".{out.name}.partial")
-    schema = pa.schema([("event_id", pa.int64()), *((name, pa.float64()) for name in ("azimuth", "zenith", "kappa"))])
+    schema = next(iter(tables(parts))).schema
     try:
         if out.suffix == ".csv":
             columns = pa.schema([schema.field(name) for name in COLUMNS])

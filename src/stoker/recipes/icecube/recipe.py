@@ -1,7 +1,7 @@
 """IceCube as a recipe: its configuration, presets, data and task."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from stoker.recipes.icecube.data import IceCubeData, data_root, open_data
 from stoker.recipes.icecube.deep import DeepConfig
 from stoker.recipes.icecube.flat import FlatConfig
 from stoker.recipes.icecube.geometry import geometry_of
+from stoker.recipes.icecube.graphnet import as_layout
 from stoker.recipes.icecube.model import TwoStageConfig
 from stoker.recipes.icecube.table import check_layout, open_events
 from stoker.recipes.icecube.task import DirectionTask
@@ -160,6 +161,11 @@ def result_table(models: Mapping[str, Mapping[str, float]]) -> list[tuple[str, .
         ("guessing", baselines, "guess_{}_rad"),
     ):
         rows.append((label, *(f"{metrics[name.format(kind)]:.3f}" for kind in ("mean", "median"))))
+    for name, what in (("energy_{}_log10", "energy, |error| in log10"), ("vertex_{}_m", "vertex, |error| in m")):
+        if name.format("error") in baselines:
+            found = [(label, metrics[name.format("error")]) for label, metrics in models.items()]
+            found.append(("one answer for all", baselines[name.format("guess")]))
+            rows += [(f"{label}: {what}", f"{value:.3f}", "") for label, value in found]
     return rows
 
 
@@ -169,6 +175,7 @@ class PackOptions:
 
 
 def pack(request: PackRequest) -> Mapping[str, Any]:
+    request = replace(request, source=as_layout(request.source))
     check_layout(request.source)
     events.open_geometry(request.source)
     table = open_events(request.source, only_present=request.options.only_present)
@@ -187,9 +194,16 @@ def predict(model: Trained, out: Path | None) -> Mapping[str, Any]:
     return predict_all(model, out)
 
 
-def prepare(run: RunConfig, samples: Any) -> HostBatch:
+def export(model: Trained, out: Path, samples: Path | None) -> Mapping[str, Any]:
+    from stoker.recipes.icecube.export import export as export_model
+
+    return export_model(model, out, samples)
+
+
+def prepare(model: Trained, samples: Any) -> HostBatch:
     """Events as dicts of arrays: sensor_id, time, charge, auxiliary."""
-    return events.as_batch(samples if isinstance(samples, list | tuple) else [samples])
+    several = samples if isinstance(samples, list | tuple) else [samples]
+    return events.as_batch(several, len(model.task.sensor_xyz))
 
 
 RECIPE = Recipe(
@@ -210,6 +224,7 @@ RECIPE = Recipe(
     report=report,
     predict=predict,
     prepare=prepare,
+    export=export,
     pack=pack,
     pack_options=PackOptions,
     notes=NOTES,

@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow.parquet as pq
 import torch
 
 from stoker import console
-from stoker.data.locations import Location, is_file, open_local
-from stoker.data.samples import SampleTable
+from stoker.data.locations import Location
 from stoker.files import write_bytes, write_json
 from stoker.recipe import Trained
 from stoker.recipes.icecube.baselines import line_fit
@@ -27,6 +25,7 @@ from stoker.recipes.icecube.losses import angle_between, region_angle
 from stoker.recipes.icecube.perturb import CHANGES
 from stoker.recipes.icecube.task import DirectionTask
 from stoker.recipes.icecube.track_fit import track_fit
+from stoker.recipes.icecube.truth import read_truth
 from stoker.train.evaluate import collect, inference
 from stoker.train.precision import autocast
 from stoker.train.run import Run
@@ -40,7 +39,6 @@ MOST_FITTED = 2000  # tracks that the likelihood fit gets: it takes far longer t
 MOST_PERTURBED = 8192  # events
 
 Numbers = npt.NDArray[np.floating[Any]]
-Truth = Mapping[str, npt.NDArray[Any]]
 
 
 def report(model: Trained, run: Run, data_path: Location, folder: Path) -> dict[str, Any]:
@@ -75,8 +73,9 @@ def report(model: Trained, run: Run, data_path: Location, folder: Path) -> dict[
     }
     if task.has_kappa:
         result["kappa"] = calibration(values["kappa"], values["error"])
-    if truth:
+    if "energy" in truth:
         result["by_energy_gev"] = _by_bins(values, truth["energy"], ENERGY_EDGES)
+    if "kind" in truth:
         result["by_kind"] = {
             str(kind): _beside_line_fit(values, truth["kind"] == kind) for kind in np.unique(truth["kind"])
         }
@@ -88,21 +87,6 @@ def report(model: Trained, run: Run, data_path: Location, folder: Path) -> dict[
 
     draw_plots(values, truth, result, folder)
     return result
-
-
-def read_truth(path: Location, table: SampleTable, rows: npt.NDArray[np.int64]) -> Truth:
-    """Energy and kind of each row, where the data set has a truth.parquet as simulated ones do; else nothing."""
-    if not is_file(path / "truth.parquet"):
-        return {}
-    truth = pq.read_table(open_local(path / "truth.parquet"), columns=["event_id", "energy", "kind"])
-    ids = truth.column("event_id").to_numpy()
-    order = np.argsort(ids, kind="stable")
-    at = np.searchsorted(ids[order], np.asarray(table.columns["id"][rows]))
-    if at.max(initial=0) >= len(ids) or (ids[order][at] != table.columns["id"][rows]).any():
-        return {}
-    chosen = order[at]
-    kind = truth.column("kind").to_numpy(zero_copy_only=False).astype(str)
-    return {"energy": truth.column("energy").to_numpy()[chosen], "kind": kind[chosen]}
 
 
 def calibration(kappa: Numbers, error: Numbers) -> dict[str, Any]:
@@ -191,7 +175,7 @@ def _robustness(
         for part in np.array_split(rows, -(-len(rows) // 1024)):
             batch = load_rows(stages, part, device)
             for name in errors:
-                changed = CHANGES[name](batch, generator) if name in CHANGES else batch
+                changed = CHANGES[name](batch, generator, len(task.sensor_xyz)) if name in CHANGES else batch
                 errors[name].append(angle_between(task.predict(changed)[:, :3], changed.direction))
     return {name: float(torch.cat(parts).double().mean()) for name, parts in errors.items()}
 

@@ -57,8 +57,11 @@ class EventSource(Protocol):
     def order(self, subset: Subset) -> EpochOrder:
         """The order in which a subset is trained on."""
 
-    def stages(self, sample_cost: int | None, quarantine: Quarantine) -> list[Stage]:
-        """From a micro-batch to a batch on the host; events of more pulses than `sample_cost` are thinned to it."""
+    def stages(self, sample_cost: int | None, quarantine: Quarantine, truth: Array | None) -> list[Stage]:
+        """From a micro-batch to a batch on the host; events of more pulses than `sample_cost` are thinned to it.
+
+        `truth` (rows of the table, 4): what goes into batches besides the direction.
+        """
 
     def files_of(self, rows: Indices) -> str: ...
 
@@ -85,6 +88,7 @@ class DirectEvents:
         self, root: Location, table: SampleTable, loader: LoaderConfig, training: Subset | None = None
     ) -> None:
         self.path, self.table, self._loader = root, table, loader
+        self._num_sensors = len(events.open_geometry(root))
         kept = _kept_bytes(loader, table)
         self.cache_bytes = kept + _decoding_bytes(loader, table)
         self._source: Source
@@ -101,12 +105,12 @@ class DirectEvents:
         blocks, window = block_positions(self.table, subset), self._loader.window
         return lambda seed, epoch: WindowOrder(blocks, len(subset), window, seed, epoch)
 
-    def stages(self, sample_cost: int | None, quarantine: Quarantine) -> list[Stage]:
-        return _reading_stages(self.table, self.gather, sample_cost, quarantine)
+    def stages(self, sample_cost: int | None, quarantine: Quarantine, truth: Array | None) -> list[Stage]:
+        return _reading_stages(self.table, self.gather, sample_cost, quarantine, truth)
 
     def gather(self, micro: MicroBatch) -> Pulses:
         found = self._source.gather(micro)
-        events.check_pulses(self.path, self.table, found)
+        events.check_pulses(self.path, self.table, found, self._num_sensors)
         return Pulses(micro, events.stored_columns(found), None)
 
     def files_of(self, rows: Indices) -> str:
@@ -153,8 +157,8 @@ class PackedEvents:
     def order(self, subset: Subset) -> EpochOrder:
         return _exact_order(subset)
 
-    def stages(self, sample_cost: int | None, quarantine: Quarantine) -> list[Stage]:
-        return _reading_stages(self.table, self.gather, sample_cost, quarantine)
+    def stages(self, sample_cost: int | None, quarantine: Quarantine, truth: Array | None) -> list[Stage]:
+        return _reading_stages(self.table, self.gather, sample_cost, quarantine, truth)
 
     def gather(self, micro: MicroBatch) -> Pulses:
         found = self._store.gather(micro)
@@ -176,7 +180,11 @@ def _exact_order(subset: Subset) -> EpochOrder:
 
 
 def _reading_stages(
-    table: SampleTable, gather: Callable[[MicroBatch], Pulses], sample_cost: int | None, quarantine: Quarantine
+    table: SampleTable,
+    gather: Callable[[MicroBatch], Pulses],
+    sample_cost: int | None,
+    quarantine: Quarantine,
+    truth: Array | None,
 ) -> list[Stage]:
     """Read, thin where that is asked for, collate."""
 
@@ -194,7 +202,7 @@ def _reading_stages(
     def collated(pulses: Pulses) -> HostBatch:
         rows = pulses.ragged.rows
         labels = {name: np.asarray(table.columns[name][rows]) for name in events.LABELS}
-        return collate(pulses.ragged, labels, pulses.doms)
+        return collate(pulses.ragged, labels, pulses.doms, truth)
 
     thinning = [] if sample_cost is None else [Stage("thin", partial(_thin, table, sample_cost))]
     return [Stage("read", read), *thinning, Stage("collate", collated)]
@@ -228,13 +236,13 @@ class ResidentEvents:
     def order(self, subset: Subset) -> EpochOrder:
         return _exact_order(subset)
 
-    def stages(self, sample_cost: int | None, quarantine: Quarantine) -> list[Stage]:
-        return [Stage("request", lambda micro: self.request(micro, sample_cost))]
+    def stages(self, sample_cost: int | None, quarantine: Quarantine, truth: Array | None) -> list[Stage]:
+        return [Stage("request", lambda micro: self.request(micro, sample_cost, truth))]
 
     def files_of(self, rows: Indices) -> str:
         return self._store.files_of(rows)
 
-    def request(self, micro: MicroBatch, sample_cost: int | None) -> "ResidentRequest":
+    def request(self, micro: MicroBatch, sample_cost: int | None, truth: Array | None = None) -> "ResidentRequest":
         """What the device needs to know; the only part that is done on the host."""
         table, rows = self.table.columns, micro.rows
         first, count = np.asarray(table["first"][rows]), np.asarray(table["count"][rows]).astype(np.int64)
@@ -252,6 +260,7 @@ class ResidentEvents:
             num_pulses=int(count.sum()),
             direction=torch.from_numpy(direction),
             rows=torch.from_numpy(rows),
+            truth=None if truth is None else torch.from_numpy(truth[rows]),
         )
 
     def _kept(self, micro: MicroBatch, first: Indices, count: Indices, most: int) -> Indices | None:
@@ -278,6 +287,7 @@ class ResidentRequest:
     num_pulses: int
     direction: Tensor
     rows: Tensor
+    truth: Tensor | None = None
 
     @property
     def num_samples(self) -> int:
@@ -305,6 +315,7 @@ class ResidentRequest:
             event_offsets=event_offsets,
             direction=self.direction.to(device, non_blocking=True),
             rows=self.rows.to(device, non_blocking=True),
+            truth=None if self.truth is None else self.truth.to(device, non_blocking=True),
         )
 
     def _doms(self, gathered: dict[str, Tensor], event: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

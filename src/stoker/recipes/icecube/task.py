@@ -14,11 +14,14 @@ from stoker.recipes.icecube.batch import EventBatch
 from stoker.recipes.icecube.deep import DeepConfig, DeepModel
 from stoker.recipes.icecube.flat import FlatConfig, FlatModel
 from stoker.recipes.icecube.geometry import Geometry
-from stoker.recipes.icecube.inputs import DirectionConfig
-from stoker.recipes.icecube.losses import LOG_SPHERE, angle_between, region_angle, von_mises_fisher
+from stoker.recipes.icecube.inputs import Answers, DirectionConfig
+from stoker.recipes.icecube.losses import LOG_SPHERE, angle_between, gaussian, region_angle, sigma_of, von_mises_fisher
 from stoker.recipes.icecube.model import TwoStageConfig, TwoStageModel
 
 KNOW_NOTHING = {"angle": GUESS_RAD, "vmf": LOG_SPHERE, "both": LOG_SPHERE + GUESS_RAD}
+# Units in which energy and vertex are learnt, so that all that is learnt is of the order of one.
+ENERGY_CENTRE, ENERGY_SCALE = 3.0, 1.0  # log10 of GeV
+VERTEX_SCALE_M = 500.0
 REGION = 0.68  # share of events that an uncertainty should cover
 
 
@@ -37,15 +40,37 @@ class DirectionTask:
 
     def __init__(self, config: DirectionConfig, geometry: Geometry) -> None:
         self.model = build_model(config, geometry)
-        self.know_nothing_loss = KNOW_NOTHING[config.loss]
+        self.answers = Answers.of(config)
+        # Of energy and vertex: what the centre costs if they spread as their scale says; mostly they spread less.
+        self.know_nothing_loss = KNOW_NOTHING[config.loss] + 0.5 * config.energy + 1.5 * config.vertex
         self._loss = config.loss
         self.has_kappa = config.loss != "angle"  # an angle says nothing about kappa, which then stays as it began
+        self.sensor_xyz = torch.from_numpy(geometry.xyz)
+
+    def use(self, geometry: Geometry) -> None:
+        """Another detector."""
+        self.model.inputs.use(geometry)  # type: ignore[operator, union-attr]
         self.sensor_xyz = torch.from_numpy(geometry.xyz)
 
     def predict(self, batch: EventBatch) -> Tensor:
         return self.model(batch)  # type: ignore[no-any-return]
 
     def losses(self, prediction: Tensor, batch: EventBatch) -> Tensor:
+        loss = self._direction_loss(prediction, batch)
+        for which, target in self._further(batch):
+            loss = loss + gaussian(prediction[:, which][:, :-1], prediction[:, which][:, -1], target)
+        return loss
+
+    def _further(self, batch: EventBatch) -> list[tuple[slice, Tensor]]:
+        """Columns of the answer beside their truth, in the units in which they are learnt."""
+        found = []
+        if self.answers.energy is not None:
+            found.append((self.answers.energy, (_truth(batch)[:, :1] - ENERGY_CENTRE) / ENERGY_SCALE))
+        if self.answers.vertex is not None:
+            found.append((self.answers.vertex, _truth(batch)[:, 1:] / VERTEX_SCALE_M))
+        return found
+
+    def _direction_loss(self, prediction: Tensor, batch: EventBatch) -> Tensor:
         direction, kappa = prediction[:, :3], prediction[:, 3]
         if self._loss == "angle":
             return angle_between(direction, batch.direction)
@@ -56,11 +81,27 @@ class DirectionTask:
         self.sensor_xyz = self.sensor_xyz.to(batch.time.device)
         fitted = line_fit(batch, self.sensor_xyz)
         error = angle_between(prediction[:, :3], batch.direction)
-        return {
+        scores = {
             "error_rad": error,
             "line_fit_rad": angle_between(fitted, batch.direction),
             "in_region": (error < region_angle(prediction[:, 3], REGION)).float(),
         }
+        for name, values in self.further(prediction).items():
+            if name in ("energy", "vertex"):
+                truth = _truth(batch)[:, :1] if name == "energy" else _truth(batch)[:, 1:]
+                scores |= {f"{name}_error": (values - truth).norm(dim=-1), f"{name}_true": truth}
+        return scores
+
+    def further(self, prediction: Tensor) -> dict[str, Tensor]:
+        """What was learnt besides the direction: log10 of the energy / GeV, the vertex (m), and the spread of each."""
+        found: dict[str, Tensor] = {}
+        if (which := self.answers.energy) is not None:
+            found["energy"] = prediction[:, which][:, :-1] * ENERGY_SCALE + ENERGY_CENTRE
+            found["energy_sigma"] = sigma_of(prediction[:, which][:, -1:]) * ENERGY_SCALE
+        if (which := self.answers.vertex) is not None:
+            found["vertex"] = prediction[:, which][:, :-1] * VERTEX_SCALE_M
+            found["vertex_sigma"] = sigma_of(prediction[:, which][:, -1:]) * VERTEX_SCALE_M
+        return found
 
     def summarise(self, scores: Mapping[str, npt.NDArray[np.floating[Any]]]) -> dict[str, float]:
         metrics = {
@@ -71,9 +112,21 @@ class DirectionTask:
             "guess_mean_rad": GUESS_RAD,
             "guess_median_rad": GUESS_RAD,
         }
+        for name, unit in (("energy", "log10"), ("vertex", "m")):
+            if f"{name}_error" in scores:
+                true = scores[f"{name}_true"]
+                metrics[f"{name}_error_{unit}"] = float(np.mean(scores[f"{name}_error"]))
+                # The best that one answer for all events could do, knowing these very events.
+                away = np.linalg.norm(true - np.median(true, axis=0), axis=-1)
+                metrics[f"{name}_guess_{unit}"] = float(np.mean(away))
         if self.has_kappa:
             metrics["in_68_percent_region"] = float(np.mean(scores["in_region"]))
         return metrics
+
+
+def _truth(batch: EventBatch) -> Tensor:
+    assert batch.truth is not None, "the data were opened for a model that learns energy or vertex"
+    return batch.truth
 
 
 def azimuth_zenith(direction: npt.NDArray[np.floating[Any]]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:

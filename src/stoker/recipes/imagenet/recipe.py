@@ -149,10 +149,10 @@ def initialise(run: RunConfig, task: Task) -> None:
     load_pretrained(task.model, run.model)
 
 
-def prepare(run: RunConfig, samples: Any) -> ImageBatch:
+def prepare(model: Trained, samples: Any) -> ImageBatch:
     from stoker.recipes.imagenet.predict import as_batch
 
-    return as_batch(samples, run.data)
+    return as_batch(samples, model.config.data)
 
 
 def result_table(models: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:

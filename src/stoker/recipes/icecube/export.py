@@ -1,0 +1,144 @@
+"""The model as one ONNX file: events go in as they are, flat and ragged, any number of them; nothing is padded."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stoker.data.locations import Location
+from stoker.errors import UserError
+from stoker.recipe import Trained
+from stoker.recipes.icecube.batch import EventBatch
+from stoker.recipes.icecube.data import load_rows, open_all
+from stoker.recipes.icecube.geometry import geometry_of
+from stoker.train.evaluate import judged
+
+OPSET = 18
+CHECKED = 16  # events that the exported model is compared on
+INPUTS = ("time", "charge", "auxiliary", "dom_offsets", "sensor", "event_offsets")
+
+
+class Flat(nn.Module):
+    """The model with plain tensors for arguments."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        time: Tensor,
+        charge: Tensor,
+        auxiliary: Tensor,
+        dom_offsets: Tensor,
+        sensor: Tensor,
+        event_offsets: Tensor,
+    ) -> Tensor:
+        nothing = torch.zeros(0)
+        batch = EventBatch(time, charge, auxiliary, dom_offsets, sensor, event_offsets, nothing, nothing)
+        return self.model(batch)  # type: ignore[no-any-return]
+
+
+def export(model: Trained, out: Path, samples: Path | None) -> Mapping[str, Any]:
+    """Writes `out`, and compares its answers on real events with PyTorch's."""
+    if out.suffix != ".onnx":
+        raise UserError(f"--out {out} should end in .onnx.")
+    if out.exists():
+        raise UserError(f"{out} exists, and nothing is overwritten: remove it, or name another --out.")
+    try:
+        import onnx
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise UserError("An export needs onnx and onnxruntime: pip install 'stoker[export]'.") from error
+    events = _events(model, samples)
+    network = Flat(model.task.model.cpu().float())
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        with judged(network):
+            _write(network, events[1:3], partial)
+            written = onnx.load(partial)
+            onnx.helper.set_model_props(written, _about(model))
+            onnx.save(written, partial)
+            session = onnxruntime.InferenceSession(str(partial), providers=["CPUExecutionProvider"])
+            largest = max(_difference(network, session, batch) for batch in events)
+        if largest > 1e-3:
+            raise UserError(f"The exported model does not give PyTorch's answers: they differ by up to {largest:.2g}.")
+        partial.rename(out)
+    except torch.onnx.OnnxExporterError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"PyTorch cannot write this model as ONNX: {reason}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return {
+        "path": str(out),
+        "inputs": list(INPUTS),
+        "checked_on": sum(batch.num_samples for batch in events),
+        "largest_difference": largest,
+    }
+
+
+def _events(model: Trained, samples: Path | None) -> list[EventBatch]:
+    """One event alone, and several together: both must give the same answers."""
+    config = model.config
+    if samples is not None:
+        config = replace(config, data=replace(config.data, path=Location(samples)))
+    data = open_all(config)
+    if not np.array_equal(geometry_of(data.facts).xyz, model.task.sensor_xyz.numpy()):
+        raise UserError(f"The detector of {data.description['path']} is not the one that the run was trained for.")
+    rows = np.arange(min(CHECKED, len(data.table)))
+    if len(rows) < 5:
+        raise UserError(
+            f"{data.description['path']} has {len(rows)} events, and five are needed to check an export with."
+        )
+    cpu = torch.device("cpu")
+    return [load_rows(data.stages, some, cpu) for some in (rows[:1], rows[1:3], rows[3:])]
+
+
+def _write(network: nn.Module, examples: list[EventBatch], out: Path) -> None:
+    one = examples[0]
+    torch.onnx.export(
+        network,
+        tuple(getattr(one, name) for name in INPUTS),
+        str(out),
+        input_names=list(INPUTS),
+        output_names=["answers"],
+        dynamic_shapes={name: {0: torch.export.Dim.DYNAMIC} for name in INPUTS},
+        opset_version=OPSET,
+        dynamo=True,
+        external_data=False,
+        verbose=False,
+    )
+
+
+def _difference(network: nn.Module, session: Any, batch: EventBatch) -> float:
+    """Largest difference of an answer, kappa relative to itself."""
+    values = {name: getattr(batch, name) for name in INPUTS}
+    theirs = torch.from_numpy(session.run(None, {name: value.numpy() for name, value in values.items()})[0])
+    ours = network(**values)
+    difference = (ours - theirs).abs()
+    difference[:, 3] /= ours[:, 3].abs().clamp_min(1)
+    return float(difference.max())
+
+
+def _about(model: Trained) -> dict[str, str]:
+    """What somebody needs to know who has nothing but the file."""
+    further = model.task.answers
+    answers = ["x", "y", "z", "kappa"]
+    answers += ["(log10(energy / GeV) - 3)", "log sigma of it"] if further.energy else []
+    answers += ["vertex x / 500 m", "vertex y / 500 m", "vertex z / 500 m", "log sigma of it"] if further.vertex else []
+    return {
+        "answers": json.dumps(answers),
+        "time": "ns, as in the pulse files; pulses by event, then by DOM, then by time",
+        "charge": "photo-electrons",
+        "auxiliary": "1 where a pulse is not part of a local coincidence, else 0",
+        "dom_offsets": "first pulse of each DOM, and the number of pulses",
+        "sensor": "number of each DOM, as in sensor_geometry.csv",
+        "event_offsets": "first DOM of each event, and the number of DOMs",
+        "direction": "a unit vector to where the neutrino came from",
+    }
