@@ -234,6 +234,51 @@ def test_a_recipe_in_hand_is_trained_and_used(tmp_path: Path, monkeypatch: pytes
         stoker.train(recipe, "other")  # type: ignore[operator]
 
 
+def test_a_table_of_samples_says_more_about_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    event = np.repeat(np.arange(40) * 3, DICE.integers(1, 5, 40))
+    pq.write_table(pa.table({"event": event, "x": event * 2.0}), tmp_path / "pulses.parquet")
+    shuffled = DICE.permutation(50) * 3  # ten more than there are pulses of
+    listed = {"event": shuffled, "energy": shuffled + 0.5, "name": [str(one) for one in shuffled]}
+    pq.write_table(pa.table(listed), tmp_path / "table.parquet")
+    samples = stoker.from_parquet(tmp_path / "pulses.parquet", sample="event", labels=tmp_path / "table.parquet")
+    assert "name are no plain numbers" in capsys.readouterr().err
+    assert len(samples) == 40
+    for batch in samples.loader(7):
+        assert torch.equal(batch["energy"], batch["event"] + 0.5)
+        assert torch.equal(torch.repeat_interleave(batch["event"], batch["offsets"].diff()) * 2.0, batch["x"])
+    for change, words in (
+        (listed["event"][:3].tolist() + [-1] * 47, "lists event -1 more than once"),
+        (np.arange(50).tolist(), "does not list event"),
+    ):
+        pq.write_table(pa.table({**listed, "event": change}), tmp_path / "table.parquet")
+        with pytest.raises(UserError, match=words):
+            stoker.from_parquet(tmp_path / "pulses.parquet", sample="event", labels=tmp_path / "table.parquet")
+    with pytest.raises(UserError, match="sample= must name the column"):
+        stoker.from_parquet(tmp_path / "pulses.parquet", labels=tmp_path / "table.parquet")
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_dataset_of_hugging_face_is_shuffled_and_resumed(processes: int) -> None:
+    datasets = pytest.importorskip("datasets")
+    x = DICE.normal(size=(90, 4)).astype(np.float32)
+    made = datasets.Dataset.from_dict({"x": x, "y": np.arange(90)}).with_format("torch")
+    samples = stoker.from_dataset(made, processes=processes)
+    loader = samples.loader(16, seed=1)
+    seen = list(loader)
+    assert sorted(torch.cat([batch["y"] for batch in seen]).tolist()) == list(range(90))
+    for batch in seen:
+        assert torch.equal(batch["x"], torch.from_numpy(x[batch["y"].numpy()]))
+        assert batch["rows"].tolist() == batch["y"].tolist()
+    other = samples.loader(16, seed=1)
+    for number, _ in enumerate(other):
+        if number == 2:
+            state = other.state_dict()
+            break
+    again = samples.loader(16, seed=1)
+    again.load_state_dict(state)
+    assert [batch["y"].tolist() for batch in again] == [batch["y"].tolist() for batch in seen[3:]]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_trains_with_our_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lightning = pytest.importorskip("lightning")

@@ -1,7 +1,8 @@
 """Anybody's Parquet files as samples: packed once into the cache, then read at random places at full speed.
 
 A row is a sample, whose list columns are ragged and have one length a row; or, with `sample`, neighbouring rows with the
-same value in that column are a sample. Columns of plain numbers become labels.
+same value in that column are a sample, and a table of samples (`labels`) may say more about each of them. Columns of plain
+numbers become labels.
 """
 
 import hashlib
@@ -29,22 +30,36 @@ from stoker.errors import UserError
 VERSION = 1  # of what is made of the files
 
 
-def from_parquet(path: Location | str, columns: Sequence[str] | None = None, *, sample: str | None = None) -> Samples:
+def from_parquet(
+    path: Location | str,
+    columns: Sequence[str] | None = None,
+    *,
+    sample: str | None = None,
+    labels: Location | str | None = None,
+) -> Samples:
     """The samples of a Parquet file, or of all files of a folder in the order of their names; all columns of numbers, or
-    those that are named."""
+    those that are named. `labels` is a Parquet file with a row for each value of the column `sample`."""
     root = named(path)
+    if labels is not None and sample is None:
+        raise UserError("labels= is a table of samples, and sample= must name the column that both have.")
+    listed = None if labels is None or sample is None else _Listed.read(named(labels), sample)
     files = _files(root)
     chosen = [columns] if isinstance(columns, str) else None if columns is None else list(dict.fromkeys(columns))
     layout = _layout(root / files[0] if is_folder(root) else root, chosen, sample)
     # With the place: files elsewhere may have the same names, sizes and times.
     digest = hashlib.sha256(f"{VERSION} {layout} {identity(root)}".encode())
+    if listed is not None:
+        layout = listed.joined(layout)
+        digest.update(listed.fingerprint.encode())
     for name in files:
         found = stat(root / name if is_folder(root) else root)
         assert found is not None, "listed a moment ago"
         digest.update(f"{name} {found.size} {found.written}\n".encode())
     folder = cache_folder() / "packed" / f"parquet-{digest.hexdigest()[:16]}"
     with cache_lock(folder, f"Another process packs {root}: waiting for it."):
-        store = open_store(folder) if is_store(folder) else _pack(root, files, layout, folder, digest.hexdigest())
+        store = (
+            open_store(folder) if is_store(folder) else _pack(root, files, layout, listed, folder, digest.hexdigest())
+        )
     return _store_samples(store, list(layout.labels))
 
 
@@ -68,6 +83,59 @@ class _Layout:
     ragged: dict[str, str]
     labels: dict[str, str]
     sample: str | None  # column whose neighbouring equal values are a sample; None: a row is one
+    joined: tuple[str, ...] = ()  # of labels, those of another table
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A table with a row a sample, beside the files."""
+
+    path: Location
+    sample: str
+    ids: Indices  # rising
+    columns: dict[str, Array]
+
+    @classmethod
+    def read(cls, path: Location, sample: str) -> "_Listed":
+        file = open_parquet(path, [sample])
+        kinds = {name: _numbers(file.schema_arrow.field(name).type) for name in file.schema_arrow.names}
+        usable = {name: kind for name, (is_list, kind) in kinds.items() if kind and not is_list and name != sample}
+        if left := sorted(kinds.keys() - usable.keys() - {sample}):
+            console.say(f"{path}: {', '.join(left)} are no plain numbers and are left out.")
+        with named_if_damaged(path):
+            table = file.read(columns=[sample, *usable], use_threads=False)
+        ids = as_array([table.column(sample)], np.int64, sample, path)
+        order = np.argsort(ids, kind="stable")
+        if (np.diff(ids[order]) == 0).any():
+            twice = ids[order][:-1][np.diff(ids[order]) == 0][0]
+            raise UserError(f"{path} lists {sample} {twice} more than once.")
+        found = {name: as_array([table.column(name)], kind, name, path)[order] for name, kind in usable.items()}
+        return cls(path, sample, ids[order], found)
+
+    @property
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(self.ids.tobytes())
+        for name, column in self.columns.items():
+            digest.update(f"{name} {column.dtype}".encode() + column.tobytes())
+        return digest.hexdigest()
+
+    def joined(self, layout: _Layout) -> _Layout:
+        both = sorted(self.columns.keys() & {*layout.ragged, *layout.labels})
+        if both:
+            raise UserError(f"The files and {self.path} both have the column {both[0]}: name the columns you want.")
+        for name in self.columns:
+            _check_label_name(name, self.path)
+        kinds = {name: column.dtype.str for name, column in self.columns.items()}
+        return _Layout(layout.ragged, {**layout.labels, **kinds}, layout.sample, tuple(self.columns))
+
+    def of(self, ids: Array) -> dict[str, Array]:
+        at = np.searchsorted(self.ids, ids)
+        missing = np.flatnonzero(self.ids[np.minimum(at, len(self.ids) - 1)] != ids) if len(self.ids) else np.arange(1)
+        if missing.size:
+            raise UserError(
+                f"{self.path} does not list {self.sample} {ids[missing[0]]} ({missing.size:,} such samples)."
+            )
+        return {name: column[at] for name, column in self.columns.items()}
 
 
 def _files(root: Location) -> list[str]:
@@ -118,12 +186,17 @@ def _layout(first: Location, columns: Sequence[str] | None, sample: str | None) 
             f"{first} has no column of lists: name the column whose equal values are a sample "
             f"(stoker.from_parquet({str(first)!r}, sample='id')), or read plain columns into stoker.from_arrays(...)."
         )
-    used = {"rows", "offsets", "shard", "first", "count", *({"id"} - {sample})} & {*ragged, *labels}
-    if used:
-        raise UserError(f"The column {min(used)} of {first} has a name that batches use themselves: rename it.")
     for name in (*ragged, *labels):
+        if name != sample:
+            _check_label_name(name, first)
         check_column_name(name)
     return _Layout(ragged, labels, sample)
+
+
+def _check_label_name(name: str, path: Location) -> None:
+    if name in ("rows", "offsets", "shard", "first", "count", "id"):
+        raise UserError(f"The column {name} of {path} has a name that batches use themselves: rename it.")
+    check_column_name(name)
 
 
 @dataclass(frozen=True)
@@ -135,12 +208,13 @@ class _File:
 
 def _read(path: Location, layout: _Layout, *, values: bool) -> _File:
     """One file; without `values` only what tells samples apart."""
-    names = [*layout.labels, *layout.ragged]
+    own = {name: kind for name, kind in layout.labels.items() if name not in layout.joined}
+    names = [*own, *layout.ragged]
     file = open_parquet(path, names)
     _check_same(file.schema_arrow, layout, path)
     with named_if_damaged(path):
         table = file.read(columns=names, use_threads=False)
-    labels = {name: as_array([table.column(name)], kind, name, path) for name, kind in layout.labels.items()}
+    labels = {name: as_array([table.column(name)], kind, name, path) for name, kind in own.items()}
     if layout.sample is not None:
         ids = labels[layout.sample]
         begins = np.flatnonzero(np.append(True, ids[1:] != ids[:-1])) if len(ids) else np.zeros(0, np.int64)
@@ -168,6 +242,8 @@ def _read(path: Location, layout: _Layout, *, values: bool) -> _File:
 def _check_same(schema: Any, layout: _Layout, path: Location) -> None:
     """A file whose columns have other types than those of the first would be rounded, or read as something else."""
     for name, wanted in {**layout.ragged, **layout.labels}.items():
+        if name in layout.joined:
+            continue
         kind = schema.field(name).type
         is_list, dtype = _numbers(kind)
         fits = pa.types.is_integer(kind) if name == layout.sample else dtype == wanted
@@ -190,7 +266,9 @@ def _lengths(column: Any, name: str, path: Location) -> Indices:
     return lengths
 
 
-def _pack(root: Location, files: list[str], layout: _Layout, folder: Any, fingerprint: str) -> PackedStore:
+def _pack(
+    root: Location, files: list[str], layout: _Layout, listed: _Listed | None, folder: Any, fingerprint: str
+) -> PackedStore:
     paths = [root / name if is_folder(root) else root for name in files]
     console.say(f"Packing {root} into {folder}, once.")
     kinds = {name: np.dtype(kind) for name, kind in layout.labels.items()}
@@ -211,7 +289,8 @@ def _pack(root: Location, files: list[str], layout: _Layout, folder: Any, finger
         for shard, one in enumerate(scanned):
             count = len(one.counts)
             places = {"shard": np.full(count, shard), "first": offsets_of(one.counts)[:-1], "count": one.counts}
-            writer.append({**places, "id": np.arange(number, number + count), **one.labels})
+            more = {} if listed is None else listed.of(one.labels[listed.sample])
+            writer.append({**places, "id": np.arange(number, number + count), **one.labels, **more})
             number += count
     table = open_table(listing)
     assert table is not None, "just written"
