@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from stoker.data.pack import pack
     from stoker.data.source import RunData
     from stoker.data.store import open_store
+    from stoker.doctor.finding import Finding
+    from stoker.doctor.probe import Probe
+    from stoker.doctor.watch import watch
     from stoker.errors import MachineError, UserError
     from stoker.launch.notebook import load_run
     from stoker.recipe import Recipe, RunConfig, RunSettings
@@ -31,10 +34,12 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Batch": "data.batch",
+    "Finding": "doctor.finding",
     "Loader": "data.loader",
     "LoaderConfig": "data.loader",
     "LogConfig": "train.trackers",
     "MachineError": "errors",
+    "Probe": "doctor.probe",
     "Recipe": "recipe",
     "RunConfig": "recipe",
     "RunData": "data.source",
@@ -53,15 +58,18 @@ _HOMES = {
     "metrics_table": "train.supervised",
     "open_store": "data.store",
     "pack": "data.pack",
+    "watch": "doctor.watch",
 }
 
 __version__ = version("stoker")
 __all__ = [
     "Batch",
+    "Finding",
     "Loader",
     "LoaderConfig",
     "LogConfig",
     "MachineError",
+    "Probe",
     "Recipe",
     "RunConfig",
     "RunData",
@@ -82,6 +90,7 @@ __all__ = [
     "open_store",
     "pack",
     "train",
+    "watch",
 ]
 
 

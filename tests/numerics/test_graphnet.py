@@ -1,6 +1,7 @@
 """GraphNeT's files as events, other detectors, energy and vertex beside the direction, and models for other programs."""
 
 import json
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,8 @@ def write_database(path: Path, content: dict[str, dict[str, Any]]) -> Path:
 def write_folder(path: Path, content: dict[str, dict[str, Any]]) -> Path:
     for table, columns in content.items():
         (path / table).mkdir(parents=True)
-        cut = len(columns["event_no"]) // 2
-        for number, part in enumerate((slice(None, cut), slice(cut, None))):
+        early = columns["event_no"] < 100  # an event lies in one file
+        for number, part in enumerate((early, ~early)):
             piece = pa.table({name: values[part] for name, values in columns.items()})
             pq.write_table(piece, path / table / f"{table}_{number}.parquet")
     return path
@@ -188,6 +189,39 @@ def test_an_exported_model_gives_the_same_answers(
         commands.export(outcome.folder.path, Path("model.onnx"), None, "best", "auto")
 
 
+def test_an_import_is_told_by_its_content_wherever_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_database(tmp_path / "events.db", tables())
+    first = open_events(as_layout(path)).fingerprint
+    monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "elsewhere"))
+    assert open_events(as_layout(path)).fingerprint == first
+    path.touch()
+    assert open_events(as_layout(path)).fingerprint == first
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA journal_mode=wal")
+    as_layout(path)
+    connection.execute("UPDATE truth SET azimuth = 2.5")
+    connection.commit()  # still in the journal: the connection is open
+    table = open_events(as_layout(path))
+    assert table.fingerprint != first
+    assert set(np.asarray(table.columns["azimuth"]).tolist()) == {2.5}
+    connection.close()
+
+
+def test_a_changed_truth_is_noticed(events_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = Path(shutil.copytree(events_dir, tmp_path / "own"))
+    outcome = stoker.train("icecube", **SMALL, data={"path": str(own)}, model={**MODEL, "energy": True})  # type: ignore[operator]
+    truth = pq.read_table(own / "truth.parquet")
+    energy = truth.column_names.index("energy")
+    changed = truth.set_column(energy, "energy", pa.array(truth.column("energy").to_numpy() * 1000))
+    pq.write_table(changed, own / "truth.parquet")
+    with pytest.raises(UserError, match="are not those that"):
+        commands.evaluate_run(outcome.folder.path, "best", "auto", ["--run.device", "cpu"])
+    pq.write_table(pa.concat_tables([truth, truth.slice(0, 1)]), own / "truth.parquet")
+    with pytest.raises(UserError, match="more than once"):
+        commands.evaluate_run(outcome.folder.path, "best", "auto", ["--run.device", "cpu"])
+
+
 def wrong(content: dict[str, dict[str, Any]], how: str) -> None:
     pulses, truth = content["SRTInIcePulses"], content["truth"]
     if how == "several":
@@ -203,6 +237,16 @@ def wrong(content: dict[str, dict[str, Any]], how: str) -> None:
             truth[name] = np.append(truth[name], truth[name][:1])
     elif how == "late":
         pulses["dom_time"][0] = 1e12
+    elif how == "far":
+        pulses["dom_x"][0] = 1e300
+    elif how == "halves":
+        pulses["event_no"] = pulses["event_no"] + 0.5
+    elif how == "reconstruction":
+        content["retro"] = content.pop("truth")
+    elif how == "two truths":
+        content["truth_2"] = truth
+    elif how == "no truth in it":
+        content["truth"] = {name: values[:0] for name, values in truth.items()}
 
 
 @pytest.mark.parametrize(
@@ -214,6 +258,11 @@ def wrong(content: dict[str, dict[str, Any]], how: str) -> None:
         ("nan", "has a time that is no number|holds something that is no number"),
         ("twice", "lists 1 events more than once"),
         ("late", "more than 32 bits hold"),
+        ("far", "a place farther than"),
+        ("halves", "an event needs a whole number"),
+        ("reconstruction", "has directions in retro: say which are the true ones, --data.truth NAME"),
+        ("two truths", "has directions in truth, truth_2"),
+        ("no truth in it", "the table truth is empty"),
     ],
 )
 def test_what_is_wrong_with_a_database_is_said(tmp_path: Path, how: str, words: str) -> None:

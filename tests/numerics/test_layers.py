@@ -2,18 +2,22 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 import torch
+import torchvision
 from torch import nn
 
 from stoker.errors import UserError
 from stoker.runs.events import EventLog
+from stoker.train.checkpoint import load_optimizer, optimizer_tensors
 from stoker.train.config import TrainConfig
 from stoker.train.guards import Patience
 from stoker.train.layers import freeze, layer_numbers
-from stoker.train.optim import build_optimizer, step_unless
+from stoker.train.optim import build_optimizer, check_optimizer, step_unless
+from stoker.train.schedule import checked
 
 
 def small() -> nn.Sequential:
@@ -66,6 +70,19 @@ def test_layers_are_numbered_from_the_first_to_the_head(name: str, last: int, to
         assert numbers["norm.weight"] == 12  # with the last block
 
 
+def test_stacks_are_found_wherever_they_stand() -> None:
+    vit = layer_numbers(torchvision.models.vit_b_16(num_classes=5))
+    assert vit["conv_proj.weight"] == vit["class_token"] == vit["encoder.pos_embedding"] == 0
+    for block in range(12):
+        own = {number for name, number in vit.items() if f".encoder_layer_{block}." in name}
+        assert own == {block + 1}
+    assert vit["encoder.ln.weight"] == 12
+    assert vit["heads.head.weight"] == 13
+    dense = layer_numbers(torchvision.models.densenet121(num_classes=5))
+    assert dense["features.denseblock1.denselayer1.conv1.weight"] == 1
+    assert dense["classifier.weight"] == max(dense.values()) > 58
+
+
 def test_each_layer_learns_at_its_share_of_the_rate() -> None:
     model = timm.create_model("resnet18", num_classes=5)
     optimizer = build_optimizer(model, TrainConfig(lr=0.1, layer_decay=0.5))
@@ -86,6 +103,76 @@ def test_an_optimizer_of_others_skips_a_bad_step() -> None:
     assert not optimizer.state
     step_unless(optimizer, torch.zeros(()))
     assert not torch.equal(model.weight, before)
+
+
+class IntAdam(torch.optim.Optimizer):
+    """Counts its steps with a number of Python, as older ones do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            state["rate"] = 0.9 ** state["step"]
+            state["nothing"] = None
+            parameter.data.sub_(self.param_groups[0]["lr"] * parameter.grad / (1 - state["rate"]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True),
+        lambda parameters: IntAdam(parameters, lr=0.1),
+        lambda parameters: torch.optim.RAdam(parameters, lr=0.1),
+    ],
+)
+def test_what_any_optimizer_keeps_comes_back(make: Any) -> None:
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for step in range(steps):
+            optimizer.zero_grad()
+            (model(torch.full((2, 3), 1.0 + step)) ** 2).sum().backward()
+            optimizer.step()
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    optimizer = make(model.parameters())
+    trained(model, optimizer, 3)
+    other = nn.Linear(3, 4)
+    other.load_state_dict(model.state_dict())
+    again = make(other.parameters())
+    load_optimizer(other, again, optimizer_tensors(model, optimizer), type(optimizer).__name__, "here")
+    trained(model, optimizer, 3)
+    trained(other, again, 3)
+    assert torch.equal(model.weight, other.weight)
+    assert all(type(a) is type(b) for one, two in zip(optimizer.state.values(), again.state.values(), strict=True)
+               for a, b in ((one[key], two.get(key)) for key in one))  # fmt: skip
+
+
+def test_what_cannot_be_driven_or_kept_is_said() -> None:
+    model = nn.Linear(3, 1)
+    for made, words in (
+        (None, "is a NoneType"),
+        (torch.optim.LBFGS(model.parameters()), "several times a step"),
+        (torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1), "the model does not have"),
+    ):
+        with pytest.raises(UserError, match=words):
+            check_optimizer(made, model)
+    odd = torch.optim.SGD(model.parameters(), lr=0.1)
+    odd.state[model.weight]["word"] = "text"
+    with pytest.raises(UserError, match="keeps word, a str"):
+        optimizer_tensors(model, odd)
+    for schedule, words in (
+        (lambda config, step, steps: None, "gives no number for step 0"),
+        (lambda config, step: 1.0, "gives no number"),
+        (lambda config, step, steps: math.nan, "gives nan for step 0"),
+        (lambda config, step, steps: -1.0, "gives -1.0"),
+    ):
+        with pytest.raises(UserError, match=words):
+            checked(schedule)(TrainConfig(), 0, 10)  # type: ignore[arg-type]
+    assert checked(lambda config, step, steps: torch.tensor(0.5))(TrainConfig(), 0, 10) == 0.5  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize(

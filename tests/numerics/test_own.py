@@ -253,6 +253,10 @@ def test_a_table_of_samples_says_more_about_each(tmp_path: Path, capsys: pytest.
         pq.write_table(pa.table({**listed, "event": change}), tmp_path / "table.parquet")
         with pytest.raises(UserError, match=words):
             stoker.from_parquet(tmp_path / "pulses.parquet", sample="event", labels=tmp_path / "table.parquet")
+    for name in ("rows", "offsets", "first", "count", "shard"):
+        pq.write_table(pa.table({name: event, "x": event * 2.0}), tmp_path / "named.parquet")
+        with pytest.raises(UserError, match=f"The column {name} of .* has a name that batches use themselves"):
+            stoker.from_parquet(tmp_path / "named.parquet", sample=name)
     with pytest.raises(UserError, match="sample= must name the column"):
         stoker.from_parquet(tmp_path / "pulses.parquet", labels=tmp_path / "table.parquet")
 

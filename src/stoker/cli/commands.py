@@ -230,6 +230,52 @@ class Export:
 
 
 @dataclass(frozen=True)
+class Doctor:
+    """Say why a run is slow: what limits it, by how much, what to change, and what that will gain."""
+
+    target: Positional[str | None] = None  # recipe, recipe:preset, file.yaml, module:probe, or the folder of a run
+    seconds: float = 4.0  # of each measurement
+    apply: Path | None = None  # write the changed configuration to this file
+    verify: Flag = False  # try the first change, before and after in turns, and write down what came of it
+    against: str | None = None  # another run: compare, and end with 1 where this one is slower
+    slower: float = 0.05  # share of the rate from which a run counts as slower, of --against
+    record: Flag = False  # show how often predictions were right
+    trust: Flag = False  # run the code of a recipe that a file names
+    json: Flag = False  # print the result as JSON
+
+    def run(self, overrides: list[str]) -> int:
+        from stoker.doctor import commands, ledger
+
+        if self.record:
+            rows = ledger.score()
+            print_result(rows, console.table(rows) if len(rows) > 1 else "nothing was verified yet", as_json=self.json)
+            return 0
+        if self.target is None:
+            raise UserError("What should be looked at? `stoker doctor TARGET`, `module:probe`, or the folder of a run.")
+        if self.against is not None:
+            compared = commands.against(self.target, self.against, self.slower)
+            slower = "slower" if compared.slower else "not slower"
+            interval = f"{compared.low:.2f} to {compared.high:.2f}"
+            text = f"{console.table(compared.rows)}\n{slower}: {compared.ratio:.2f} ({interval})"
+            print_result(compared.as_json(), text, as_json=self.json)
+            return 1 if compared.slower else 0
+        return self._examine(overrides)
+
+    def _examine(self, overrides: list[str]) -> int:
+        from stoker.doctor import commands
+
+        assert self.target is not None
+        found = commands.examine(self.target, overrides, self.seconds, trusted=self.trust)
+        more = []
+        if self.apply is not None:
+            more.append(commands.apply(self.target, overrides, found, self.apply, trusted=self.trust))
+        if self.verify:
+            more.append(commands.verify(self.target, overrides, found, self.seconds, trusted=self.trust))
+        print_result({**found.as_json(), "more": more}, "\n".join([found.text(), *more]), as_json=self.json)
+        return 0 if found.is_well else 1
+
+
+@dataclass(frozen=True)
 class Runs:
     """List runs with their state, best metric, rate and age."""
 
@@ -284,6 +330,7 @@ COMMANDS: dict[str, Any] = {
     "evaluate": Evaluate,
     "predict": Predict,
     "export": Export,
+    "doctor": Doctor,
     "runs": Runs,
     "config": Config,
 }

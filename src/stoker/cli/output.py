@@ -23,9 +23,19 @@ def show_outcome(outcome: Any, *, as_json: bool) -> int:
     lines += [f"samples/s: {rate:,.0f}"] if rate else []
     lines += [f"{name}: {value}" for name, value in outcome.about.items() if name != "run"]
     lines += [f"run folder: {outcome.folder.path}"]
+    lines += [said] if (said := _doctor_line(outcome)) else []
     result = {"run": str(outcome.folder.path), "samples_per_s": rate, "metrics": outcome.metrics, **outcome.about}
     print_result(result, "\n".join(lines), as_json=as_json)
     return 0
+
+
+def _doctor_line(outcome: Any) -> str | None:
+    """Of a run that just ended."""
+    if outcome.samples_per_s is None:
+        return None
+    from stoker.doctor.commands import at_end
+
+    return at_end(outcome.folder)
 
 
 def show_check(findings: Any, *, as_json: bool) -> int:

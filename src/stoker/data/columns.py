@@ -98,6 +98,8 @@ class _Listed:
     @classmethod
     def read(cls, path: Location, sample: str) -> "_Listed":
         file = open_parquet(path, [sample])
+        if len(set(file.schema_arrow.names)) != len(file.schema_arrow.names):
+            raise UserError(f"{path} has several columns of one name.")
         kinds = {name: _numbers(file.schema_arrow.field(name).type) for name in file.schema_arrow.names}
         usable = {name: kind for name, (is_list, kind) in kinds.items() if kind and not is_list and name != sample}
         if left := sorted(kinds.keys() - usable.keys() - {sample}):
@@ -130,7 +132,11 @@ class _Listed:
 
     def of(self, ids: Array) -> dict[str, Array]:
         at = np.searchsorted(self.ids, ids)
-        missing = np.flatnonzero(self.ids[np.minimum(at, len(self.ids) - 1)] != ids) if len(self.ids) else np.arange(1)
+        if not len(ids):
+            return {name: column[:0] for name, column in self.columns.items()}
+        if not len(self.ids):
+            raise UserError(f"{self.path} lists no samples.")
+        missing = np.flatnonzero(self.ids[np.minimum(at, len(self.ids) - 1)] != ids)
         if missing.size:
             raise UserError(
                 f"{self.path} does not list {self.sample} {ids[missing[0]]} ({missing.size:,} such samples)."
@@ -187,9 +193,8 @@ def _layout(first: Location, columns: Sequence[str] | None, sample: str | None) 
             f"(stoker.from_parquet({str(first)!r}, sample='id')), or read plain columns into stoker.from_arrays(...)."
         )
     for name in (*ragged, *labels):
-        if name != sample:
+        if name != "id" or name != sample:
             _check_label_name(name, first)
-        check_column_name(name)
     return _Layout(ragged, labels, sample)
 
 

@@ -22,7 +22,7 @@ from stoker.train.optim import build_optimizer
 from stoker.train.parallel import Ranks
 from stoker.train.precision import resolve_precision
 from stoker.train.run import Run
-from stoker.train.schedule import lr_at
+from stoker.train.schedule import checked, lr_at
 from stoker.train.task import check_task
 
 PRUNED_MEANWHILE = 5  # times that a checkpoint may be gone before it is read, because the run goes on
@@ -56,7 +56,7 @@ def build_run(recipe: Recipe, config: RunConfig, ranks: Ranks) -> Run:
         config.run.seed,
         ranks,
         make_optimizer=recipe.optimizer or build_optimizer,
-        lr_at=recipe.schedule or lr_at,
+        lr_at=lr_at if recipe.schedule is None else checked(recipe.schedule),
     )
 
 

@@ -87,6 +87,8 @@ def check_honoured(config: RunConfig, data: RunData, recipe: Recipe) -> None:
     for name, own in (("optimizer", recipe.optimizer), ("schedule", recipe.schedule)):
         if own is not None and getattr(config.train, name) != getattr(usual_train, name):
             raise UserError(f"The recipe {recipe.name} has {name}s of its own: leave train.{name} out.")
+    if not isinstance(recipe.listeners, Sequence) or not all(map(callable, recipe.listeners)):
+        raise UserError(f"The listeners of the recipe {recipe.name} must be a list of functions.")
     if recipe.optimizer is not None and config.train.layer_decay is not None:
         raise UserError(f"The recipe {recipe.name} has optimizers of its own: leave train.layer_decay out.")
 

@@ -34,6 +34,7 @@ MOMENTS = {
     "Lamb": {"step", "exp_avg", "exp_avg_sq"},
     "SGD": {"momentum_buffer"},
 }
+NUMBER = "#"  # behind the name of what is a number of Python, and must be one again
 VERSION = 1
 CHECKSUMS, SCORE = "checksums.json", "score.json"
 REQUIRED = ("model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json")
@@ -263,14 +264,22 @@ def load_weights(weights: Mapping[str, Tensor], model: nn.Module, origin: str, *
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Moments under the names of their parameters: `exp_avg/head.0.weight`."""
+    """Moments under the names of their parameters: `exp_avg/head.0.weight`; numbers of Python are marked as such."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        f"{kind}/{names[id(parameter)]}": torch.as_tensor(value).detach().cpu().clone()
-        for parameter, moments in optimizer.state.items()
-        for kind, value in moments.items()
-        if value is not None
-    }
+    found: dict[str, Tensor] = {}
+    for parameter, moments in optimizer.state.items():
+        for kind, value in moments.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                number = torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+                found[f"{kind}{NUMBER}/{names[id(parameter)]}"] = number
+            elif isinstance(value, Tensor):
+                found[f"{kind}/{names[id(parameter)]}"] = value.detach().cpu().clone()
+            elif value is not None:
+                raise UserError(
+                    f"{type(optimizer).__name__} keeps {kind}, a {type(value).__name__}, of each parameter: only tensors "
+                    f"and numbers can be kept in a checkpoint."
+                )
+    return found
 
 
 def load_optimizer(
@@ -284,7 +293,9 @@ def load_optimizer(
     parameters = dict(model.named_parameters())
     ours = type(optimizer).__name__
     found = {name.partition("/")[0] for name in tensors}
-    wanted = MOMENTS.get(ours, found)  # of an optimizer of others only its name can be compared
+    wanted = (
+        MOMENTS.get(ours, found) if kind_saved is None else found
+    )  # what does not say its name is told by its moments
     if (found and found != wanted) or kind_saved not in (None, ours):
         saved = kind_saved or ", ".join(sorted(found))
         console.say(f"The moments in {origin} ({saved}) are of another optimizer: those of {ours} start anew.")
@@ -294,7 +305,10 @@ def load_optimizer(
         if parameter_name not in parameters:
             raise UserError(f"The optimizer state in {origin} is of another model: it has {parameter_name}.")
         parameter = parameters[parameter_name]
-        if value.ndim and value.shape != parameter.shape:
+        if kind.endswith(NUMBER):
+            optimizer.state[parameter][kind.removesuffix(NUMBER)] = value.item()
+            continue
+        if kind in MOMENTS.get(ours, ()) and value.ndim and value.shape != parameter.shape:
             raise UserError(f"The optimizer state in {origin} has {name} of another shape than the model's.")
         optimizer.state[parameter][kind] = _laid_out_like(parameter, value)
 

@@ -28,9 +28,10 @@ from stoker.train.evaluate import evaluate, rehearse
 from stoker.train.guards import AsyncCopy, BadSteps, LossWatch, Patience, UncheckedStep
 from stoker.train.layers import freeze
 from stoker.train.meter import Meter, Reading, device_line, host_bytes
+from stoker.train.optim import check_optimizer
 from stoker.train.precision import resolve_precision, use_tf32
 from stoker.train.run import Run
-from stoker.train.schedule import scaled_lr
+from stoker.train.schedule import lr_at, scaled_lr
 from stoker.train.step import Stepper, StepResult
 from stoker.train.task import has_fixed_shapes
 
@@ -51,6 +52,7 @@ class Engine:
         self.frozen = freeze(self.model, config.freeze) if config.freeze else []
         self.precision = resolve_precision(config.precision, run.device)
         self.optimizer = run.make_optimizer(self.model, config)
+        check_optimizer(self.optimizer, self.model)
         self.stepper = Stepper(task, self.optimizer, config, self.precision, run.device)
         if config.compile and self.model._compiled_call_impl is None:
             # Ragged batches have a shape of their own each; others compile once for theirs.
@@ -65,8 +67,7 @@ class Engine:
         self._norms: tuple[int, AsyncCopy] | None = None
         self.meter, self.watch = Meter(), LossWatch(config, task.know_nothing_loss, log)
         self.bad_steps = BadSteps(config, folder / "bad_steps", log, self._ids, self._write_bundle)
-        self.patience = Patience(config.patience, task.goal, log)
-        self._events = folder / "events.jsonl"
+        self.patience, self._events = Patience(config.patience, task.goal, log), folder / "events.jsonl"
         self.saver = Saver(folder / "checkpoints", task.goal, config.keep_best)
 
     def rehearse(self) -> None:
@@ -159,6 +160,7 @@ class Engine:
                 host_bytes=host_bytes(),
                 step_ms=reading.step_ms,
                 copy_s=round(reading.copy_s, 5),
+                rank_ms=[round(one, 3) for one in parallel.gather(reading.own_ms)],
             )
         )
 
@@ -272,8 +274,8 @@ class Engine:
         score = checkpoint.read_score(path)
         latest = score if score is not None else state["latest_score"]
         self.score = None if latest is None else float(latest)
-        judged = read_events(self._events, events.Evaluation)  # the first rank's, whose file it is
-        self.patience.restore(parallel.from_first({one.step: one.score for one in judged if one.step <= self.step}))
+        judged = {one.step: one.score for one in read_events(self._events, events.Evaluation) if one.step <= self.step}
+        self.patience.restore(parallel.from_first(judged))
         # Killed between saving and judging; or done, and nobody has seen the result.
         self.evaluation_due = bool(state.get("evaluation_due")) and (score is None or self.is_done())
         try:
@@ -331,12 +333,13 @@ class Engine:
                 f"train.steps is {config.steps:,}, and {config.epochs} epoch(s) have about {planned:,}: it ends there. "
                 f"--train.epochs allows more."
             )
-        if config.schedule != "onecycle" and config.warmup_steps >= self.total > 1:
+        usual = self.run.lr_at is lr_at and config.schedule != "onecycle"
+        if usual and config.warmup_steps >= self.total > 1:
             found.append(
                 f"The warm-up of {config.warmup_steps:,} steps is as long as the run ({self.total:,}): the full rate is "
                 f"never used, and never lowered."
             )
-        left = len(plan) % plan.batch_size if plan.batch_size is not None else 0
+        left = len(plan) % (plan.batch_size or 1)
         if 0 < left <= self.run.ranks.count and any(isinstance(part, _BatchNorm) for part in self.model.modules()):
             found.append(
                 f"The last step of an epoch has {left} sample(s), one a rank at most: batch norm may not be able to use it. "
@@ -350,10 +353,9 @@ class Engine:
 
     def summary(self) -> tuple[tuple[str, str], ...]:
         """What a run came to, besides its metrics."""
-        rows = [("steps", f"{self.step:,}"), ("bad steps", f"{self.bad_steps.total:,}")]
-        rows += [("frozen", f"{len(self.frozen):,} parameters")] if self.frozen else []
-        if self.config.compile:
-            rows.append(("recompiles after warm-up", f"{self.recompiles:,}"))
+        frozen = [("frozen", f"{len(self.frozen):,} parameters")] if self.frozen else []
+        rows = [("steps", f"{self.step:,}"), ("bad steps", f"{self.bad_steps.total:,}"), *frozen]
+        rows += [("recompiles after warm-up", f"{self.recompiles:,}")] if self.config.compile else []
         if self.run.device.type == "cuda":
             rows.append(("most GPU memory", f"{torch.cuda.max_memory_allocated(self.run.device) / 2**30:.2f} GiB"))
         return tuple(rows)

@@ -1,10 +1,12 @@
 """Layers of a model by the names of their parameters: which are frozen, and how much slower the early ones learn."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 from stoker.errors import UserError
+
+STACKS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def freeze(model: nn.Module, names: Sequence[str]) -> list[str]:
@@ -25,10 +27,10 @@ def freeze(model: nn.Module, names: Sequence[str]) -> list[str]:
         for one in parameters
         if (not given or any(_begins(one, name) for name in given)) and not any(_begins(one, name) for name in kept)
     ]
-    if len(frozen) == len(parameters):
-        raise UserError("train.freeze leaves nothing to train. '!NAME' excepts a layer, as in '[\"!head\"]'.")
     for name in frozen:
         parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError("train.freeze leaves nothing to train. '!NAME' excepts a layer, as in '[\"!head\"]'.")
     for module in model.modules():
         inside = list(module.parameters())
         if inside and not any(parameter.requires_grad for parameter in inside):
@@ -40,29 +42,39 @@ def freeze(model: nn.Module, names: Sequence[str]) -> list[str]:
 def layer_numbers(model: nn.Module) -> dict[str, int]:
     """Which layer each parameter is of, from 0, in the order in which the model names them.
 
-    A block of a numbered list (`blocks.3`, `layer1.0`) is a layer, and so is anything else at the top. Norms belong to the
-    layer before them, and parameters of the model itself (positions, class tokens) to the first.
+    Blocks of a stack (a Sequential or ModuleList of modules that have modules) are layers, wherever the stack stands; so is
+    anything beside it. Norms belong to the layer before them, and parameters of no module of their own (positions, class
+    tokens) to the first.
     """
-    numbers: dict[str, int] = {}
-    seen: dict[str, int] = {}
-    wide = {_block(name) for name, parameter in model.named_parameters() if parameter.ndim > 1}
-    last = 0
-    for name, _ in model.named_parameters():
-        block = _block(name)
-        if "." not in name:
-            numbers[name] = 0
-            continue
-        if block not in seen:
-            seen[block] = last if block not in wide else (max(seen.values()) + 1 if seen else 0)
-        numbers[name] = last = seen[block]
+    numbers = {name: 0 for name, _ in model.named_parameters()}
+    last = -1
+    for prefix, unit in _units(model):
+        inside = dict(unit.named_parameters(prefix))
+        if last < 0 or any(parameter.ndim > 1 for parameter in inside.values()):
+            last += 1
+        numbers |= dict.fromkeys(inside, last)
     return numbers
 
 
-def _block(name: str) -> str:
-    """The name up to its first number, or to its first dot."""
-    words = name.split(".")
-    number = next((at for at, word in enumerate(words[:-1]) if word.isdigit()), 0)
-    return ".".join(words[: number + 1])
+def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules that are layers, in their order: a stack is opened, and whatever holds one."""
+    children = [
+        (f"{prefix}{name}", child) for name, child in module.named_children() if any(True for _ in child.parameters())
+    ]
+    children = [(name, child) for name, child in children if not isinstance(child, nn.ParameterList | nn.ParameterDict)]
+    for name, child in children:
+        if (len(children) == 1 and next(child.children(), None) is not None) or _holds_stack(child):
+            yield from _units(child, f"{name}.")
+        else:
+            yield name, child
+
+
+def _holds_stack(module: nn.Module) -> bool:
+    return any(isinstance(one, STACKS) and sum(map(_is_composite, one.children())) >= 2 for one in module.modules())
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def _begins(name: str, with_: str) -> bool:

@@ -24,6 +24,7 @@ class Reading:
     wait_share: float
     step_ms: list[float]  # of each step of this process
     copy_s: float
+    own_ms: float  # of a step, in which this process did not wait for others
 
 
 class Meter:
@@ -33,13 +34,14 @@ class Meter:
         self._wait_s, self._timed, self._begin = 0.0, 0, time.perf_counter()
         self._copies: list[Callable[[], float]] = []
         self._step_ms: list[float] = []
-        self._other_s = 0.0
+        self._other_s = self._own_s = 0.0
         self._trained_s = 0.0  # of the interval, up to the latest step
 
     def add(self, step: Step, result: StepResult) -> None:
         self._results.append(torch.stack([result.loss, result.norm, result.bad]).detach())
         self._samples.append(step.num_samples)
         self._copies.append(step.copy_s)
+        self._own_s += step.wait_s + result.own_s
         self._wait_s, self._timed = self._wait_s + step.wait_s, self._timed + step.num_samples
         before, self._trained_s = self._trained_s, time.perf_counter() - self._begin - self._other_s
         self._step_ms.append(round(1e3 * max(0.0, self._trained_s - before), 3))
@@ -66,6 +68,7 @@ class Meter:
             wait_share=min(1.0, self._wait_s / spent),
             step_ms=self._step_ms,
             copy_s=sum(seconds() for seconds in self._copies),  # the device is through with all of them
+            own_ms=1e3 * self._own_s / max(1, len(self._step_ms)),
         )
 
     def state(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from stoker.errors import UserError
 from stoker.train.config import TrainConfig
 from stoker.train.layers import layer_numbers
 
@@ -29,6 +30,17 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         for parameter in group["params"]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
+
+
+def check_optimizer(optimizer: object, model: nn.Module) -> None:
+    """What a recipe's own function made must be one that can be driven, and kept in a checkpoint."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"The recipe's optimizer is a {type(optimizer).__name__}, and must be one of torch's.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError("LBFGS computes the loss several times a step, which is not done here.")
+    known = {id(parameter) for parameter in model.parameters()}
+    if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise UserError("The optimizer trains a parameter that the model does not have: make it one of the model's.")
 
 
 def _groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:

@@ -14,6 +14,21 @@ def lr_at(config: TrainConfig, step: int, total_steps: int) -> float:
     return config.lr * _share(config, step, total_steps)
 
 
+def checked(schedule: LrAt) -> LrAt:
+    """A recipe's own schedule, whose answers are looked at."""
+
+    def rate(config: TrainConfig, step: int, total_steps: int) -> float:
+        try:
+            value = float(schedule(config, step, total_steps))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"The recipe's schedule gives no number for step {step}: {error}") from error
+        if not (math.isfinite(value) and value >= 0):
+            raise UserError(f"The recipe's schedule gives {value} for step {step}: a rate is a number from 0 on.")
+        return value
+
+    return rate
+
+
 def scaled_lr(config: TrainConfig, batch_size: int | None) -> tuple[float, str]:
     """The highest rate for steps of `batch_size` samples over all ranks, and the rule that led to it."""
     if config.lr_batch is None:

@@ -3,6 +3,7 @@
 The result stays on the device too; `guards` and the meter of the loop look at it later.
 """
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ class StepResult:
     bad: Tensor  # 1 where the loss or the gradient was not finite and nothing was updated
     alarm: Tensor  # the same, without fp16 gradients that only overflowed because the loss scale is too high
     stop: Tensor  # more than 0 where a rank was asked to stop
+    own_s: float = 0.0  # of the host, until it had to wait for other ranks
 
 
 class Stepper:
@@ -57,7 +59,7 @@ class Stepper:
 
     def compute(self, step: Step, stop_asked: bool = False) -> StepResult:
         """Gradients of the whole step, summed over micro-batches and ranks; nothing is updated yet."""
-        before = _flat(self._statistics)
+        begin, before = time.perf_counter(), _flat(self._statistics)
         # None rather than zeros: the first micro-batch then writes its gradients instead of adding them.
         for parameter in self.parameters:
             parameter.grad = None
@@ -71,7 +73,7 @@ class Stepper:
         for parameter in self.parameters:
             if parameter.grad is None:  # not used by the model, or this rank had no samples
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = self._gradients()
+        gradients, own_s = self._gradients(), time.perf_counter() - begin
         sum_over_ranks([*gradients, loss, stop])
         if self.scale is not None:
             torch._foreach_mul_(gradients, 1 / self.scale.scale)
@@ -83,7 +85,7 @@ class Stepper:
         if self.scale is not None:
             alarm = bad * ((~torch.isfinite(loss)) | (self.scale.scale <= 1)).float()
         self._restore(before, bad)
-        return StepResult(loss, norm, norms, bad, alarm, stop)
+        return StepResult(loss, norm, norms, bad, alarm, stop, own_s)
 
     def update(self, result: StepResult, lr: float, *, with_norms: bool = False) -> Tensor | None:
         """Clips and applies the gradients, unless they are bad.

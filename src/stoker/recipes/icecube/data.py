@@ -1,5 +1,6 @@
 """Where the events of a run come from: read directly, packed, or resident on the GPU, as the configuration says."""
 
+import hashlib
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from stoker.data.loader import LoaderConfig
 from stoker.data.locations import DataPath, Location, is_file
 from stoker.data.pack import pack
 from stoker.data.plan import MicroBatch
-from stoker.data.ragged import Indices
+from stoker.data.ragged import Array, Indices
 from stoker.data.samples import SampleTable, Split, Subset, split_by_hash, split_by_shard, whole
 from stoker.data.source import RunData
 from stoker.data.stages import Stage
@@ -43,6 +44,7 @@ class IceCubeData:
         None  # Kaggle layout, packed, or GraphNeT's SQLite or Parquet; None: simulate
     )
     pulses: str | None = None  # table of a GraphNeT database to use, where it has several
+    truth: str | None = None  # likewise, of directions
     mode: Literal["auto", "direct", "packed", "resident"] = "auto"  # auto packs once, if the disk has room
     split: Literal["files", "hash"] = "files"  # what is held out: whole files, or events by a hash of their id
     validation: Annotated[float, Field(gt=0, lt=1)] | tuple[int, ...] = 0.05  # share held out, or numbers of files
@@ -59,7 +61,7 @@ class IceCubeData:
         """Keys that change nothing beside the others, and why."""
         found: dict[str, str] = {}
         if self.path is None:
-            found["pulses"] = "events are simulated"
+            found |= dict.fromkeys(("pulses", "truth"), "events are simulated")
         if self.path is not None:
             found |= dict.fromkeys(("simulate_events", "simulate_files"), "data.path is given, nothing is simulated")
         else:
@@ -84,7 +86,7 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         "split": split.description,
         "training": len(split.training),
         "validation": len(split.validation),
-        "fingerprint": table.fingerprint,
+        "fingerprint": _fingerprint(table, truth),
         "left_out": {table.shards[shard]: reason for shard, reason in quarantine.shards.items()},
     }
     return RunData(
@@ -102,6 +104,13 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         bytes_per_cost=BYTES_PER_PULSE,
         cache_bytes=source.cache_bytes,
     )
+
+
+def _fingerprint(table: SampleTable, truth: Array | None) -> str:
+    """Of what is trained on, with what is learnt beside the direction."""
+    if truth is None:
+        return table.fingerprint
+    return hashlib.sha256(table.fingerprint.encode() + truth.tobytes()).hexdigest()
 
 
 def open_all(run: RunConfig) -> RunData:
@@ -143,7 +152,7 @@ def load_rows(stages: Sequence[Stage], rows: Indices, device: torch.device) -> E
 def data_root(run: RunConfig) -> Location:
     """The user's directory, or simulated events in the cache, made on first use."""
     if run.data.path is not None:
-        return as_layout(Location(run.data.path), run.data.pulses)
+        return as_layout(Location(run.data.path), run.data.pulses, run.data.truth)
     on_gpu = run.run.device != "cpu" and torch.cuda.is_available()
     return _simulated(run.data.simulate_events, run.data.simulate_files, run.run.seed, "cuda" if on_gpu else "cpu")
 

@@ -66,8 +66,9 @@ def export(model: Trained, out: Path, samples: Path | None) -> Mapping[str, Any]
             onnx.helper.set_model_props(written, _about(model))
             onnx.save(written, partial)
             session = onnxruntime.InferenceSession(str(partial), providers=["CPUExecutionProvider"])
-            largest = max(_difference(network, session, batch) for batch in events)
-        if largest > 1e-3:
+            differences = [_difference(network, session, batch) for batch in events]
+            largest = float(np.max(differences))  # not a number, if one of them is none
+        if not largest <= 1e-3:
             raise UserError(f"The exported model does not give PyTorch's answers: they differ by up to {largest:.2g}.")
         partial.rename(out)
     except torch.onnx.OnnxExporterError as error:
@@ -138,7 +139,8 @@ def _about(model: Trained) -> dict[str, str]:
         "charge": "photo-electrons",
         "auxiliary": "1 where a pulse is not part of a local coincidence, else 0",
         "dom_offsets": "first pulse of each DOM, and the number of pulses",
-        "sensor": "number of each DOM, as in sensor_geometry.csv",
+        "sensor": "number of each DOM, its place in sensor_xyz",
+        "sensor_xyz": json.dumps([[round(float(one), 2) for one in place] for place in model.task.sensor_xyz]),
         "event_offsets": "first DOM of each event, and the number of DOMs",
         "direction": "a unit vector to where the neutrino came from",
     }

@@ -6,12 +6,12 @@ A row of a pulse table says where its sensor is: the places that occur are the d
 
 # P pulses
 import hashlib
-import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,17 +20,16 @@ import pyarrow.parquet as pq
 
 from stoker import console
 from stoker.data.cache import cache_folder, cache_lock
-from stoker.data.locations import Location, identity, is_file, is_folder, open_local, stat, walk
-from stoker.data.parquet import named_if_damaged, open_parquet
+from stoker.data.locations import Location, identity, is_file, is_folder, stat
 from stoker.errors import UserError
 from stoker.files import new_folder
 from stoker.recipes.icecube.events import TRUTH
+from stoker.recipes.icecube.foreign import EVENT, Columns, Database, Folder, Tables, parquet_files
 from stoker.recipes.icecube.geometry import MOST_SENSORS, Geometry, write_geometry
 
 VERSION = 1  # of what is made of the files
 DATABASES = (".db", ".sqlite", ".sqlite3")
 I3 = (".i3", ".i3.gz", ".i3.bz2", ".i3.zst")
-EVENT = "event_no"
 # What a column may be called: by GraphNeT's readers of IceCube files, and by Prometheus.
 PULSE_NAMES: dict[str, tuple[str, ...]] = {
     "x": ("dom_x", "sensor_pos_x"),
@@ -49,25 +48,10 @@ FURTHER_TRUTH = {
     "vertex_y": ("position_y", "injection_position_y"),
     "vertex_z": ("position_z", "injection_position_z"),
 }
-MOST_LOOKED_AT = 50  # files of a folder, to tell what it is
 MOST_EVENTS = 200_000  # of a file that is written, as the competition has
 LEAST_FILES = 20  # so that some can be held out, where there are events enough
-ROWS_AT_ONCE = 1 << 18
+FARTHEST_M = 1e6
 GRID_M = 0.01  # places that differ by less are one: databases hold them with different rounding
-
-Columns = dict[str, npt.NDArray[Any]]
-
-
-class Tables(Protocol):
-    """Tables by name, in whatever kind of file."""
-
-    def columns(self) -> Mapping[str, Sequence[str]]:
-        """Names of the columns of each table."""
-
-    def num_rows(self, table: str) -> int: ...
-
-    def rows(self, table: str, names: Sequence[str]) -> Iterator[Columns]:
-        """The rows of a table in pieces."""
 
 
 def is_foreign(path: Location) -> bool:
@@ -76,7 +60,7 @@ def is_foreign(path: Location) -> bool:
         return True
     if not is_folder(path) or is_file(path / "train_meta.parquet") or is_file(path / "test_meta.parquet"):
         return False
-    return any(EVENT in open_parquet(path / name).schema_arrow.names for name in _parquet_files(path)[:MOST_LOOKED_AT])
+    return any(EVENT in own for own in Folder(path).columns().values())
 
 
 def loose_facts(path: Location | None) -> frozenset[str]:
@@ -85,7 +69,7 @@ def loose_facts(path: Location | None) -> frozenset[str]:
     return frozenset({"sensor_xyz", "efficiency"}) if foreign else frozenset()
 
 
-def as_layout(path: Location, pulses: str | None = None) -> Location:
+def as_layout(path: Location, pulses: str | None = None, truth: str | None = None) -> Location:
     """The folder itself, or a copy of GraphNeT's files in the layout that is read, made on first use."""
     if str(path).lower().endswith(I3):
         raise UserError(
@@ -93,11 +77,17 @@ def as_layout(path: Location, pulses: str | None = None) -> Location:
             f"I3 reader writes SQLite or Parquet, and those can be named here."
         )
     if not is_foreign(path):
-        if pulses is not None:
-            raise UserError(f"data.pulses names a table of a GraphNeT database, and {path} is none.")
+        if pulses is not None or truth is not None:
+            name = "pulses" if pulses is not None else "truth"
+            raise UserError(f"data.{name} names a table of a GraphNeT database, and {path} is none.")
         return path
-    digest = hashlib.sha256(f"{VERSION} {pulses} {identity(path)}".encode())
-    for file in [path] if is_file(path) else [path / name for name in _parquet_files(path)]:
+    digest = hashlib.sha256(f"{VERSION} {pulses} {truth} {identity(path)}".encode())
+    journal = path.with_name(f"{path.name}-wal")  # what was committed and is not in the database yet
+    for file in (
+        [path, *([journal] if is_file(journal) else [])]
+        if is_file(path)
+        else [path / name for name in parquet_files(path)]
+    ):
         found = stat(file)
         assert found is not None, "listed a moment ago"
         digest.update(f"{file.name} {found.size} {found.written}\n".encode())
@@ -105,13 +95,13 @@ def as_layout(path: Location, pulses: str | None = None) -> Location:
     with cache_lock(folder, f"Another process reads {path}: waiting for it."):
         if not (folder / "sensor_geometry.csv").exists():
             console.say(f"Reading {path} into {folder}, once.")
-            _convert(path, folder, pulses)
+            _convert(path, folder, pulses, truth)
     return folder
 
 
-def _convert(path: Location, out: Path, pulses: str | None) -> None:
-    with closing(_Database(path)) if is_file(path) else closing(_Folder(path)) as tables:
-        chosen = _choose(tables.columns(), path, pulses)
+def _convert(path: Location, out: Path, pulses: str | None, truth_table: str | None) -> None:
+    with closing(Database(path)) if is_file(path) else closing(Folder(path)) as tables:
+        chosen = _choose(tables.columns(), path, pulses, truth_table)
         events = _read_pulses(tables, chosen, path)
         truth = _read_truth(tables, chosen, path)
     if truth is not None:
@@ -122,8 +112,8 @@ def _convert(path: Location, out: Path, pulses: str | None) -> None:
         silent = len(truth[EVENT]) - int(np.isin(truth[EVENT], events.ids).sum())
         if silent:
             console.say(f"{path}: {silent:,} events of {chosen.truth} have no pulses; they are left out.")
-    if len(events.ids) < 2:
-        raise UserError(f"{path} holds {len(events.ids)} events with pulses; at least two are needed.")
+    if len(events.ids) < (1 if truth is None else 2):
+        raise UserError(f"{path} holds {len(events.ids)} events with pulses and a direction; two are needed to train.")
     with new_folder(out, force=True, marker="sensor_geometry.csv") as folder:
         _write(folder, events, truth)
 
@@ -136,7 +126,9 @@ class _Chosen:
     truth_names: Mapping[str, str]
 
 
-def _choose(columns: Mapping[str, Sequence[str]], path: Location, wanted: str | None) -> _Chosen:
+def _choose(
+    columns: Mapping[str, Sequence[str]], path: Location, wanted: str | None, wanted_truth: str | None
+) -> _Chosen:
     """Tables are told by their columns, never by their names."""
     usable = {name: found for name, own in columns.items() if (found := _named(own, PULSE_NAMES)) is not None}
     if wanted is not None and wanted not in usable:
@@ -151,12 +143,26 @@ def _choose(columns: Mapping[str, Sequence[str]], path: Location, wanted: str | 
     name = wanted or next(iter(usable))
     truths = {one: found for one, own in columns.items() if (found := _named(own, TRUTH_NAMES)) is not None}
     truths.pop(name, None)
-    if len(truths) > 1:
-        truths = {one: found for one, found in truths.items() if "truth" in one} or truths
-    truth = next(iter(truths), None)
+    truth = _choose_truth(list(truths), path, wanted_truth)
     further = _some(columns[name], FURTHER_NAMES)
     more = _some(columns[truth], FURTHER_TRUTH) if truth is not None else {}
     return _Chosen(name, truth, {**usable[name], **further}, {**truths.get(truth or "", {}), **more})
+
+
+def _choose_truth(found: list[str], path: Location, wanted: str | None) -> str | None:
+    """A reconstruction has directions too: only what is called truth is taken for it without asking."""
+    if wanted is not None:
+        if wanted not in found:
+            raise UserError(
+                f"{path} has no table {wanted} of directions. Tables of them: {', '.join(found) or 'none'}."
+            )
+        return wanted
+    called = [one for one in found if "truth" in one.lower()]
+    if found and len(called) != 1:
+        raise UserError(
+            f"{path} has directions in {', '.join(called or found)}: say which are the true ones, --data.truth NAME."
+        )
+    return called[0] if called else None
 
 
 def _named(own: Sequence[str], names: Mapping[str, tuple[str, ...]]) -> dict[str, str] | None:
@@ -199,6 +205,8 @@ def _read_pulses(tables: Tables, chosen: _Chosen, path: Location) -> _Events:
         if wrong is not None and wrong.size:
             event = raw[EVENT][wrong[0]]
             raise UserError(f"{path}: event {event} has a {name} that is no number ({wrong.size:,} such pulses).")
+    if max(np.abs(raw[axis]).max() for axis in "xyz") > FARTHEST_M:
+        raise UserError(f"{path}: {chosen.pulses} has a place farther than {FARTHEST_M:g} m away.")
     if np.abs(raw["time"]).max() >= 2**31:
         raise UserError(
             f"{path}: times of {chosen.pulses} reach {np.abs(raw['time']).max():.3g} ns, more than 32 bits hold."
@@ -237,6 +245,8 @@ def _read_truth(tables: Tables, chosen: _Chosen, path: Location) -> Columns | No
         return None
     names = {EVENT: EVENT, **chosen.truth_names}
     parts = list(tables.rows(chosen.truth, list(names.values())))
+    if not parts:
+        raise UserError(f"{path}: the table {chosen.truth} is empty.")
     found = {ours: np.concatenate([part[name] for part in parts]) for ours, name in names.items()}
     found[EVENT] = found[EVENT].astype(np.int64)
     ids, first = np.unique(found[EVENT], return_index=True)
@@ -276,84 +286,17 @@ def _write(folder: Path, events: _Events, truth: Columns | None) -> None:
         further = {name: truth[name][at].astype(np.float64) for name in FURTHER_TRUTH if name in truth}
         pq.write_table(pa.table({"event_id": events.ids, **further}), folder / TRUTH)
     write_geometry(events.geometry, folder / "sensor_geometry.csv")
+    _date_by_content(folder, events, truth)
 
 
-class _Database:
-    """SQLite, opened for reading only."""
-
-    def __init__(self, path: Location) -> None:
-        self._path = path
-        self._connection = sqlite3.connect(f"{open_local(path).resolve().as_uri()}?mode=ro", uri=True)
-
-    def columns(self) -> dict[str, list[str]]:
-        try:
-            names = [row[0] for row in self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-            return {
-                name: [row[1] for row in self._connection.execute(f"PRAGMA table_info({_quoted(name)})")]
-                for name in names
-            }
-        except sqlite3.Error as error:
-            raise UserError(f"{self._path} cannot be read as an SQLite database: {error}") from error
-
-    def num_rows(self, table: str) -> int:
-        try:
-            return int(self._connection.execute(f"SELECT count(*) FROM {_quoted(table)}").fetchone()[0])
-        except sqlite3.Error as error:
-            raise UserError(f"{self._path}: the table {table} cannot be read: {error}") from error
-
-    def rows(self, table: str, names: Sequence[str]) -> Iterator[Columns]:
-        chosen = ", ".join(map(_quoted, names))
-        try:
-            cursor = self._connection.execute(f"SELECT {chosen} FROM {_quoted(table)}")
-            while rows := cursor.fetchmany(ROWS_AT_ONCE):
-                yield {
-                    name: self._numbers(table, name, column)
-                    for name, column in zip(names, zip(*rows, strict=True), strict=True)
-                }
-        except sqlite3.Error as error:
-            raise UserError(f"{self._path}: the table {table} cannot be read: {error}") from error
-
-    def _numbers(self, table: str, name: str, column: Sequence[Any]) -> npt.NDArray[Any]:
-        try:
-            return np.array(column, np.int64 if name == EVENT else np.float64)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise UserError(f"{self._path}: {table}.{name} holds something that is no number: {error}.") from error
-
-    def close(self) -> None:
-        self._connection.close()
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
-
-
-class _Folder:
-    """Parquet files; those whose names differ only in their last number are one table."""
-
-    def __init__(self, path: Location) -> None:
-        self._path = path
-        self._files: dict[str, list[str]] = {}
-        for name in _parquet_files(path):
-            self._files.setdefault(Path(name).stem.rstrip("0123456789").rstrip("_"), []).append(name)
-
-    def columns(self) -> dict[str, list[str]]:
-        return {table: open_parquet(self._path / files[0]).schema_arrow.names for table, files in self._files.items()}
-
-    def num_rows(self, table: str) -> int:
-        return sum(int(open_parquet(self._path / name).metadata.num_rows) for name in self._files[table])
-
-    def rows(self, table: str, names: Sequence[str]) -> Iterator[Columns]:
-        for name in self._files[table]:
-            path = self._path / name
-            with named_if_damaged(path):
-                found = open_parquet(path, list(names)).read(columns=list(names))
-                yield {
-                    one: found.column(one).to_numpy().astype(np.int64 if one == EVENT else np.float64) for one in names
-                }
-
-    def close(self) -> None:
-        pass
-
-
-def _parquet_files(path: Location) -> list[str]:
-    return sorted(name for name, found in walk(path) if name.lower().endswith(".parquet") and found.is_plain)
+def _date_by_content(folder: Path, events: _Events, truth: Columns | None) -> None:
+    """Files are told apart by size and time of writing: here the time says what is in them, wherever they were written."""
+    digest = hashlib.sha256(events.ids.tobytes() + events.geometry.xyz.tobytes())
+    for _, column in sorted(
+        {**events.columns, **{f"truth {name}": one for name, one in (truth or {}).items()}}.items()
+    ):
+        digest.update(np.ascontiguousarray(column).tobytes())
+    when = int.from_bytes(digest.digest()[:7], "big")  # ns since 1970, within two years of it
+    for path in folder.rglob("*"):
+        if path.is_file():
+            os.utime(path, ns=(when, when))

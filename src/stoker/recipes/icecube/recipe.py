@@ -172,10 +172,12 @@ def result_table(models: Mapping[str, Mapping[str, float]]) -> list[tuple[str, .
 @dataclass(frozen=True)
 class PackOptions:
     only_present: FlagCreatePairsOff[bool] = False  # use the pulse files that are there, where the table lists more
+    pulses: str | None = None  # table of a GraphNeT database to use, where it has several
+    truth: str | None = None  # likewise, of directions
 
 
 def pack(request: PackRequest) -> Mapping[str, Any]:
-    request = replace(request, source=as_layout(request.source))
+    request = replace(request, source=as_layout(request.source, request.options.pulses, request.options.truth))
     check_layout(request.source)
     events.open_geometry(request.source)
     table = open_events(request.source, only_present=request.options.only_present)

@@ -26,6 +26,9 @@ def read_truth(root: Location, table: SampleTable, rows: npt.NDArray[np.int64]) 
         raise UserError(f"{root / TRUTH} has no column event_id.")
     ids = truth.column("event_id").to_numpy()
     order = np.argsort(ids, kind="stable")
+    if (ids[order][1:] == ids[order][:-1]).any():
+        twice = ids[order][1:][ids[order][1:] == ids[order][:-1]][0]
+        raise UserError(f"{root / TRUTH} lists event {twice} more than once.")
     at = np.searchsorted(ids[order], np.asarray(table.columns["id"][rows]))
     if at.max(initial=0) >= len(ids) or (ids[order][at] != table.columns["id"][rows]).any():
         return {}

@@ -44,7 +44,10 @@ def flat_labels(root: Location, folder: Location, names: list[str]) -> dict[str,
 
 
 def _from_kaggle(path: Location) -> dict[str, str]:
-    rows = csv.reader(io.StringIO(_text(path)))
+    try:
+        rows = list(csv.reader(io.StringIO(_text(path))))
+    except csv.Error as error:
+        raise UserError(f"{path} is no table of commas: {error}") from error
     return {row[0]: row[1].split()[0] for row in rows if len(row) > 1 and CLASS.match(row[1])}
 
 
@@ -73,6 +76,6 @@ def _stem(name: str) -> str:
 
 def _text(path: Location) -> str:
     try:
-        return read(path).decode()
+        return read(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error

@@ -219,7 +219,7 @@ def export(model: Trained, out: Path, samples: Path | None) -> Mapping[str, Any]
         with torch.inference_mode():
             ours = network(images.contiguous()).numpy()
         largest = float(np.abs(ours - theirs).max())
-        if largest > 1e-3 * max(1.0, float(np.abs(ours).max())) or (ours.argmax(1) != theirs.argmax(1)).any():
+        if not largest <= 1e-3 * max(1.0, float(np.abs(ours).max())) or (ours.argmax(1) != theirs.argmax(1)).any():
             raise UserError(
                 f"The exported model does not give PyTorch's answers: logits differ by up to {largest:.2g}."
             )

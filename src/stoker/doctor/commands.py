@@ -1,0 +1,197 @@
+"""What `stoker doctor` does: trials of a target or a probe, the events of a run, changes and their proof, two runs beside
+each other."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stoker import settings
+from stoker.doctor import ledger
+from stoker.doctor.finding import WARNING, Finding
+from stoker.doctor.history import from_events
+from stoker.doctor.measure import Endless, Measured, measure, timed_steps
+from stoker.doctor.probe import Probe, find_probe, probe_of
+from stoker.doctor.rules import diagnose, verdict
+from stoker.doctor.waterfall import Bar, draw, waterfall
+from stoker.errors import UserError
+from stoker.files import write_bytes
+from stoker.launch.targets import Target, resolve_target
+from stoker.runs.folder import RunFolder, open_run
+
+SLOWER = 0.05  # of the rate, from which a run counts as slower than another
+VERIFY_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    measured: Measured
+    findings: list[Finding]
+    bars: list[Bar]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_well(self) -> bool:
+        return not any(one.share >= WARNING for one in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        found = self.measured
+        return {
+            "name": found.name,
+            "verdict": verdict(found, self.findings),
+            "samples_per_s": found.rate,
+            "waterfall": [vars(bar) for bar in self.bars],
+            "findings": [one.as_json() for one in self.findings],
+            "troubles": found.troubles,
+            "notes": self.notes,
+            "seconds": found.seconds,
+        }
+
+    def text(self) -> str:
+        found = self.measured
+        rate = f" {found.rate:,.0f} samples/s." if found.rate else ""
+        parts = [f"{found.name}: {verdict(found, self.findings)}{rate}"]
+        parts += ["", draw(self.bars)] if self.bars else []
+        for one in self.findings:
+            parts += ["", *one.lines(found.rate)]
+        parts += [""] if found.troubles or self.notes else []
+        parts += [f"could not be measured: {trouble}" for trouble in found.troubles]
+        return "\n".join([*parts, *self.notes])
+
+
+def examine(words: str, overrides: list[str], seconds: float, *, trusted: bool = False) -> Diagnosis:
+    """A target, a probe, or the folder of a run."""
+    run = _run_of(words)
+    if run is not None:
+        if overrides:
+            raise UserError(f"{words} is a run: what its events say does not depend on {overrides[0]}.")
+        found = from_events(run)
+        notes = [
+            "From the events of the run alone. Which part of a step is to blame, and what a change would gain, takes a "
+            f"trial: `stoker doctor {run.config}`."
+        ]
+        return Diagnosis(found, diagnose(found), waterfall(found), notes)
+    with _opened(words, overrides, trusted=trusted) as (probe, _):
+        found = measure(probe, seconds)
+    return Diagnosis(found, diagnose(found), waterfall(found))
+
+
+def _run_of(words: str) -> RunFolder | None:
+    if not words.endswith((".yaml", ".yml")) and ":" not in words:
+        try:
+            return open_run(Path(words))
+        except UserError:
+            if Path(words).is_dir():
+                raise
+    return None
+
+
+@contextmanager
+def _opened(words: str, overrides: list[str], *, trusted: bool) -> Iterator[tuple[Probe, Target | None]]:
+    probe = find_probe(words)
+    if probe is not None:
+        if overrides:
+            raise UserError(f"{words} is a probe, which has no key {overrides[0]}.")
+        yield probe, None
+        return
+    target = resolve_target(words, overrides, trusted=trusted)
+    with probe_of(target) as made:
+        yield made, target
+
+
+def apply(words: str, overrides: list[str], diagnosis: Diagnosis, out: Path, *, trusted: bool = False) -> str:
+    """Writes the configuration with the changes of all findings that have some; says what differs."""
+    if out.exists():
+        raise UserError(f"{out} exists, and nothing is overwritten: remove it, or name another file.")
+    changes = {key: value for one in reversed(diagnosis.findings) for key, value in one.keys.items()}
+    if not changes:
+        raise UserError("None of the findings is a matter of configuration: there is nothing to apply.")
+    before = resolve_target(words, overrides, trusted=trusted)
+    after = resolve_target(
+        words, [*overrides, *(f"--{key}={value}" for key, value in changes.items())], trusted=trusted
+    )
+    write_bytes(out, settings.as_yaml(after.config).encode())
+    differ = settings.difference(before.config, after.config)
+    return "\n".join([f"{out}:", *(f"    {key}: {old} -> {new}" for key, (old, new) in differ.items())])
+
+
+def verify(words: str, overrides: list[str], diagnosis: Diagnosis, seconds: float, *, trusted: bool = False) -> str:
+    """The first change of configuration, before and after, turn and turn about; what came of it goes into the ledger."""
+    one = next((finding for finding in diagnosis.findings if finding.keys and finding.factor), None)
+    if one is None or one.factor is None:
+        raise UserError(
+            "None of the findings can be tried: they have no change of configuration with a predicted rate."
+        )
+    changed = [*overrides, *(f"--{key}={value}" for key, value in one.keys.items())]
+    with ExitStack() as stack:
+        old, _ = stack.enter_context(_opened(words, overrides, trusted=trusted))
+        new, _ = stack.enter_context(_opened(words, changed, trusted=trusted))
+        measured = compare_probes(old, new, seconds)
+    entry = ledger.record(one.rule, diagnosis.measured.name, one.factor, measured)
+    right = "right" if entry.right else "wrong"
+    return f"{one.rule}: predicted {one.factor:.2f} x, measured {measured:.2f} x: {right} (within {ledger.RIGHT:.0%})."
+
+
+def compare_probes(old: Probe, new: Probe, seconds: float) -> float:
+    """Rate of the second over that of the first, each measured in turns."""
+    rates: dict[int, list[float]] = {0: [], 1: []}
+    sources = [Endless(probe.loader) for probe in (old, new)]
+    for probe, source in zip((old, new), sources, strict=True):
+        batch = source.take()
+        for _ in range(3):
+            probe.step(batch)
+        for _ in range(4):
+            probe.step(source.take())
+    for _ in range(VERIFY_ROUNDS):
+        for number, (probe, source) in enumerate(zip((old, new), sources, strict=True)):
+            samples, begin = 0, time.perf_counter()
+            for _, _, _, batch in timed_steps(probe, source, seconds / VERIFY_ROUNDS):
+                samples += probe.samples_of(batch)
+            rates[number].append(samples / (time.perf_counter() - begin))
+    middle = VERIFY_ROUNDS // 2
+    return sorted(rates[1])[middle] / sorted(rates[0])[middle]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    rows: list[tuple[str, ...]]
+    slower: bool
+    ratio: float
+    low: float
+    high: float
+
+    def as_json(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def against(path: str, other: str, share: float = SLOWER) -> Comparison:
+    """Two runs leg by leg: the rate of the first over that of the second, with its interval."""
+    first, second = (from_events(open_run(Path(one))) for one in (path, other))
+    assert first.run is not None
+    assert second.run is not None
+    rows: list[tuple[str, ...]] = [("leg, ms a step", Path(path).name, Path(other).name, "ratio")]
+    for mine, theirs in zip(waterfall(first), waterfall(second), strict=True):
+        words = f"{mine.seconds / theirs.seconds:.2f}" if theirs.seconds > 0 else "-"
+        rows.append((mine.name, f"{1e3 * mine.seconds:.3f}", f"{1e3 * theirs.seconds:.3f}", words))
+    scale = first.samples / second.samples if second.samples else 1.0
+    ratio = scale * second.run.mean / first.run.mean
+    low = scale * second.run.interval()[0] / first.run.interval()[1]
+    high = scale * second.run.interval()[1] / first.run.interval()[0]
+    rows.append(("samples/s", f"{first.rate:,.0f}", f"{second.rate:,.0f}", f"{ratio:.2f}"))
+    return Comparison(rows, high < 1 - share, ratio, low, high)
+
+
+def at_end(run: RunFolder) -> str | None:
+    """One line after training, where the events alone leave no doubt."""
+    try:
+        findings = [one for one in diagnose(from_events(run)) if one.share >= WARNING and one.rule in CERTAIN]
+    except UserError:
+        return None
+    if not findings:
+        return None
+    return f"doctor: {findings[0].sentence} `stoker doctor {run.path}` says more."
+
+
+CERTAIN = ("evaluation", "saving", "drift", "straggler", "recompile")

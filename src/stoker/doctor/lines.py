@@ -1,0 +1,118 @@
+"""Which lines of code the main thread spends its time in: a timer looks at it every few milliseconds.
+
+A look is worth the time since the one before, so that a call that takes long weighs what it takes, however rarely Python
+gets to look.
+"""
+
+import linecache
+import signal
+import sysconfig
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+EVERY_S = 0.002
+# Places whose lines nobody can change: torch, other libraries, Python itself, and the doctor.
+PACKAGE = Path(__file__).parents[1]
+OTHERS = (
+    sysconfig.get_paths()["stdlib"],
+    "site-packages",
+    "dist-packages",
+    str(PACKAGE / "doctor"),
+    str(PACKAGE / "cli"),
+    str(PACKAGE / "__main__.py"),
+    "<frozen",
+    "<string>",
+)
+WRITES = ("print(", ".write(", ".flush(", "logging.", "logger.", ".log(", "log.info", "writerow(")
+SAVES = ("torch.save(", "save_file(", "pickle.dump(", "np.save(", "save_pretrained(", "save_checkpoint(")
+
+
+@dataclass
+class Lines:
+    """Seconds by line of somebody's own code, and by what they are spent on."""
+
+    seconds: dict[tuple[str, int], float] = field(default_factory=lambda: defaultdict(float))
+    kinds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    kind_of: dict[tuple[str, int], str] = field(default_factory=dict)
+    total: float = 0.0
+
+    def share(self, kind: str) -> float:
+        return self.kinds.get(kind, 0.0) / self.total if self.total else 0.0
+
+    def top(self, count: int = 3, kind: str | None = None) -> list[str]:
+        """`file:line  text  share`, the costliest first."""
+        chosen = [(where, spent) for where, spent in self.seconds.items() if kind in (None, self.kind_of.get(where))]
+        chosen.sort(key=lambda one: -one[1])
+        return [
+            f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()[:80]}  ({spent / self.total:.0%})"
+            for (file, line), spent in chosen[:count]
+            if spent / self.total >= 0.02
+        ]
+
+
+@contextmanager
+def watched_lines() -> Iterator[Lines]:
+    """Inside the block the main thread is looked at; elsewhere than in the main thread nothing is."""
+    lines = Lines()
+    last = time.perf_counter()
+
+    def look(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        spent, last = now - last, now
+        where, kind = _place(frame)
+        lines.total += spent
+        lines.kinds[kind] += spent
+        if where is not None:
+            lines.seconds[where] += spent
+            lines.kind_of[where] = kind
+
+    try:
+        before: Any = signal.signal(signal.SIGALRM, look)
+    except ValueError:  # not the main thread
+        yield lines
+        return
+    signal.setitimer(signal.ITIMER_REAL, EVERY_S, EVERY_S)
+    try:
+        yield lines
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _place(frame: FrameType | None) -> tuple[tuple[str, int] | None, str]:
+    """The innermost line of somebody's own code, and what it is there for, by the names around it."""
+    where, kind = None, "step"
+    while frame is not None:
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        own = not any(place in file for place in OTHERS)
+        where = (file, line) if own and where is None else where
+        if kind == "step":
+            kind = _kind_of_text(file, line) if own else _kind_of_file(file)
+        frame = frame.f_back
+    return where, kind
+
+
+def _kind_of_file(file: str) -> str:
+    if "torch/optim/" in file:
+        return "optimizer"
+    if "torch/serialization" in file or "safetensors" in file:
+        return "checkpoint"
+    return "logging" if "/logging/" in file or "tensorboard" in file or "wandb" in file else "step"
+
+
+def _kind_of_text(file: str, line: int) -> str:
+    text = linecache.getline(file, line)
+    if any(word in text for word in SAVES):
+        return "checkpoint"
+    if any(word in text for word in WRITES):
+        return "logging"
+    if ".grad" in text or "optimizer.step" in text:
+        return "optimizer"
+    return "step"

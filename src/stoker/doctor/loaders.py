@@ -1,0 +1,99 @@
+"""What a loader is made of, as far as it can be told from outside: workers, what lies ahead, where a batch's time goes."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+LOOKED_AT = 64  # samples that are read one by one
+
+
+@dataclass(frozen=True)
+class LoaderFacts:
+    kind: str = "iterable"  # iterable, DataLoader or stoker
+    workers: int | None = None  # processes or threads
+    ahead: int | None = None  # batches that each of them, or all of them together, make ahead
+    persistent: bool = True  # workers outlive an epoch
+    pinned: bool = False
+
+    @property
+    def made_ahead(self) -> int:
+        if not self.ahead:
+            return 0
+        return self.ahead * (self.workers or 0) if self.kind == "DataLoader" else self.ahead
+
+
+@dataclass(frozen=True)
+class Split:
+    """Seconds of one batch, made by one thread with nobody beside it."""
+
+    cold_s: float  # samples, the first time they are read
+    warm_s: float  # samples, once more
+    cpu_s: float  # CPU seconds of the second time
+    collate_s: float
+    sequential_s: float | None = None  # as many samples that lie side by side
+
+    @property
+    def busy_s(self) -> float:
+        """CPU seconds of a batch."""
+        return self.cpu_s + self.collate_s
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds of a batch in which nobody computes, each time that it is read."""
+        return max(0.0, self.warm_s - self.cpu_s)
+
+
+def describe(loader: Any, settings: Mapping[str, Any]) -> LoaderFacts:
+    if settings:
+        threads = settings.get("loader.threads")
+        from stoker.data.loader import LoaderConfig
+
+        return LoaderFacts("stoker", threads or LoaderConfig().num_threads, settings.get("loader.look_ahead"))
+    if isinstance(loader, torch.utils.data.DataLoader):
+        workers = loader.num_workers
+        ahead = (loader.prefetch_factor or 2) if workers else 0
+        persistent = bool(loader.persistent_workers) or not workers
+        return LoaderFacts("DataLoader", workers, ahead, persistent, bool(loader.pin_memory))
+    return LoaderFacts()
+
+
+def split_of(probe: Any, kept: list[Any], seconds: float) -> Split | None:
+    """Of a DataLoader over a map-style dataset, or of a recipe's loader; other iterables keep theirs to themselves."""
+    if probe.make is not None:
+        return _of_recipe(probe.make, kept)
+    loader = probe.loader
+    if not isinstance(loader, torch.utils.data.DataLoader) or loader.batch_sampler is None:
+        return None
+    dataset = loader.dataset
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        return None
+    with torch.random.fork_rng(devices=[]):
+        rows = list(next(iter(loader.batch_sampler)))
+    scale = len(rows) / min(len(rows), LOOKED_AT)
+    some = rows[:LOOKED_AT]
+    cold, _, _ = _timed(lambda: [dataset[row] for row in some])
+    warm, cpu, samples = _timed(lambda: [dataset[row] for row in some])
+    size = len(dataset)  # type: ignore[arg-type]
+    first = int(np.random.default_rng(0).integers(0, max(1, size - len(some))))
+    _timed(lambda: [dataset[first]])  # whatever opening its neighbourhood costs is not a price of every sample
+    sequential, _, _ = _timed(lambda: [dataset[row] for row in range(first, min(first + len(some), size))])
+    collate, _, _ = _timed(lambda: loader.collate_fn(samples))
+    return Split(cold * scale, warm * scale, cpu * scale, collate * scale, sequential * scale)
+
+
+def _of_recipe(make: Callable[[Any], Any], kept: list[Any]) -> Split:
+    cold, _, _ = _timed(lambda: [make(step) for step in kept])
+    warm, cpu, _ = _timed(lambda: [make(step) for step in kept])
+    count = max(1, len(kept))
+    return Split(cold / count, warm / count, cpu / count, 0.0)
+
+
+def _timed(work: Callable[[], Any]) -> tuple[float, float, Any]:
+    """Wall seconds, CPU seconds of the process, and what came of it."""
+    cpu, begin = time.process_time(), time.perf_counter()
+    made = work()
+    return time.perf_counter() - begin, time.process_time() - cpu, made

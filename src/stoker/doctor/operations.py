@@ -1,0 +1,145 @@
+"""What the operations of a step are: how long the device is busy, how many there are, of what kinds, who reads numbers."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+STEPS = 3
+SHORT_US = 20.0  # an operation that takes less is mostly the call itself
+ALIKE, ALIKE_US = 200, 500.0  # so many of one name in a step, and no longer than this on average, come from a loop
+PRODUCTS = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "convolution",
+    "linear",
+    "matmul",
+    "scaled_dot_product",
+    "conv2d",
+    "einsum",
+)
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Of one step."""
+
+    busy_share: float  # of the wall clock that the device computes: the union of its intervals
+    count: float  # operations that were called by Python, or kernels that were launched
+    short_share: float  # of the wall clock in operations that are called one by one: very short, or hundreds alike
+    product_share: float  # of the time of operations in matrix products and convolutions
+    reads: float  # times that the host asked for a number of the device
+    softmax_share: float  # of the time of operations
+    fused_attention: bool
+    fused_optimizer: bool
+    top: tuple[tuple[str, float], ...] = field(default=())  # operations and their share of the time
+
+    @property
+    def host_share(self) -> float:
+        """Of the step: Python between operations, and calling those that are too short to matter."""
+        return min(1.0, max(0.0, 1 - self.busy_share + self.short_share))
+
+
+def profile_steps(step: Callable[[Any], Any], batches: Sequence[Any], device: torch.device) -> Operations:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    step(batches[0])
+    with _silent(), profile(activities=activities) as seen:
+        for number in range(STEPS):
+            with torch.profiler.record_function("stoker step"):
+                step(batches[number % len(batches)])
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+    events = list(seen.events())
+    steps = [event for event in events if event.name == "stoker step" and not _on_device(event)]
+    wall = sum(event.time_range.elapsed_us() for event in steps)
+    inside = {id(event) for event in steps}
+    called = [
+        event for event in events if event.name.startswith("aten::") and not _on_device(event) and _top(event, inside)
+    ]
+    kernels = [event for event in events if _on_device(event) and event.name != "stoker step"]
+    counted = kernels or called
+    spans = [(event.time_range.start, event.time_range.end) for event in counted]
+    # Autograd works in a thread of its own on a GPU's host; on a CPU it is the main thread's.
+    alike = _from_loops(called)
+    short = [event for event in called if event.time_range.elapsed_us() < SHORT_US or event.name in alike]
+    short = [] if kernels else short
+    total = sum(event.time_range.elapsed_us() for event in counted) or 1.0
+    return Operations(
+        busy_share=_union(spans) / wall,
+        count=len(counted) / STEPS,
+        short_share=_union([(event.time_range.start, event.time_range.end) for event in short]) / wall,
+        product_share=_share(counted, PRODUCTS, total),
+        reads=sum(event.name == "aten::_local_scalar_dense" for event in events) / STEPS,
+        softmax_share=_share(counted, ("softmax",), total),
+        fused_attention=any("scaled_dot_product" in event.name or "flash" in event.name for event in events),
+        fused_optimizer=any("_fused_" in event.name or "_foreach_" in event.name for event in events),
+        top=_top_names(counted, total),
+    )
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """The profiler's library speaks to the terminal by itself."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _from_loops(events: Sequence[Any]) -> set[str]:
+    spent: dict[str, list[float]] = {}
+    for event in events:
+        spent.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    return {
+        name
+        for name, some in spent.items()
+        if len(some) >= ALIKE * STEPS
+        and sum(some) / len(some) < ALIKE_US
+        and not any(word in name for word in PRODUCTS)  # a deep model has hundreds of those, and needs them
+    }
+
+
+def _on_device(event: Any) -> bool:
+    return "CUDA" in str(event.device_type)
+
+
+def _top(event: Any, inside: set[int]) -> bool:
+    """Called by Python, or by autograd: not by another operation."""
+    parent = event.cpu_parent
+    while parent is not None and not parent.name.startswith("aten::"):
+        parent = parent.cpu_parent
+    return parent is None
+
+
+def _share(events: Sequence[Any], words: tuple[str, ...], total: float) -> float:
+    chosen = (event for event in events if any(word in event.name.lower() for word in words))
+    return float(sum(event.time_range.elapsed_us() for event in chosen) / total)
+
+
+def _top_names(events: Sequence[Any], total: float, count: int = 5) -> tuple[tuple[str, float], ...]:
+    spent: dict[str, float] = {}
+    for event in events:
+        spent[event.name] = spent.get(event.name, 0.0) + event.time_range.elapsed_us()
+    ordered = sorted(spent.items(), key=lambda one: -one[1])[:count]
+    return tuple((name.removeprefix("aten::"), round(value / total, 4)) for name, value in ordered)
+
+
+def _union(spans: Sequence[tuple[float, float]]) -> float:
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        if end > reached:
+            total += end - max(start, reached)
+            reached = end
+    return total

@@ -1,0 +1,153 @@
+"""What the doctor can drive: a loader and a step, of a recipe or of anybody's own loop."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from stoker import console
+from stoker.data.batch import tensors_in
+from stoker.data.device import feed
+from stoker.data.plan import Position, Step
+from stoker.errors import UserError
+from stoker.launch.build import build_run
+from stoker.launch.targets import BUILT_IN, OWN, Target
+from stoker.runs.events import EventLog
+from stoker.train.engine import Engine
+from stoker.train.parallel import Ranks
+
+
+@dataclass(frozen=True)
+class Probe:
+    """`loader` can be iterated anew, and gives batches as training gets them; `step` trains on one.
+
+    A batch that is on the device already must pass through `step` unharmed: `batch.to(device)` does not mind.
+    """
+
+    loader: Iterable[Any]
+    step: Callable[[Any], Any]
+    model: nn.Module | None = None
+    num_samples: Callable[[Any], int] | None = None  # of a batch; None: the length of its first tensor
+    name: str = "probe"
+    settings: dict[str, Any] = field(default_factory=dict)  # of a recipe: its resolved configuration
+    make: Callable[[Any], Any] | None = None  # one batch, made here and now, of a recipe's loader: takes its step
+
+    def samples_of(self, batch: Any) -> int:
+        if self.num_samples is not None:
+            return int(self.num_samples(batch))
+        first = next((tensor for tensor in tensors_in(batch) if tensor.ndim), None)
+        return 1 if first is None else len(first)
+
+    @property
+    def device(self) -> torch.device:
+        parameter = None if self.model is None else next(self.model.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+
+def find_probe(words: str) -> Probe | None:
+    """`module:attribute` that is a Probe, or a function that makes one; None: it is something else, such as a recipe."""
+    name, _, attribute = words.partition(":")
+    if not OWN.fullmatch(words) or name in BUILT_IN:
+        return None
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(name), attribute.partition(":")[0], None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        raise UserError(f"There is no module {name} to take the probe {words!r} from.") from error
+    made = found() if callable(found) and not isinstance(found, type) and not hasattr(found, "presets") else found
+    return made if isinstance(made, Probe) else None
+
+
+@contextmanager
+def probe_of(target: Target) -> Iterator[Probe]:
+    """A recipe as it would be trained, in a folder that is thrown away: nothing of a run is touched."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="stoker-doctor-")))
+        run = build_run(target.recipe, target.config, Ranks())
+        if target.recipe.initialise is not None:
+            target.recipe.initialise(target.config, run.task)
+        log = stack.enter_context(EventLog(folder / "events.jsonl"))
+        engine = Engine(run, folder, log)
+        engine.rehearse()
+
+        def train(step: Step) -> None:
+            lr = run.lr_at(engine.config, min(engine.step, engine.total - 1), engine.total)
+            result = engine.compute(step, stop_asked=False)
+            engine.stepper.update(result, lr)
+            engine.advance(step, result, None)
+            if engine.step % engine.config.log_every == 0:
+                console.be_quiet()
+                engine.log_interval(lr)
+                console.be_quiet(False)
+
+        yield Probe(
+            loader=_Steps(run.training, run.seed, run.device),
+            step=train,
+            model=run.task.model,
+            num_samples=lambda step: step.num_samples,
+            name=target.config.recipe,
+            settings=run.settings,
+            make=lambda step: [run.training.make(micro.rows) for micro in step.micro_batches],
+        )
+
+
+@dataclass
+class _Steps:
+    """Steps of a run from its beginning, with their batches on the device."""
+
+    loader: Any
+    seed: int
+    device: torch.device
+
+    def __iter__(self) -> Iterator[Step]:
+        return feed(self.loader.steps(Position(self.seed), None), self.device)
+
+    def __len__(self) -> int:
+        return int(self.loader.plan.steps_per_epoch())
+
+
+def lightning_probe(module: Any, loader: Iterable[Any]) -> Probe:
+    """A LightningModule and its training loader, stepped as automatic optimization does."""
+    configured = module.configure_optimizers()
+    while isinstance(configured, tuple | list):
+        configured = configured[0]
+    optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
+    module.train()
+
+    def step(batch: Any) -> None:
+        answer = module.training_step(module.transfer_batch_to_device(batch, module.device, 0), 0)
+        loss = answer["loss"] if isinstance(answer, dict) else answer
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return Probe(loader, step, module, name=type(module).__name__)
+
+
+def trainer_probe(trainer: Any) -> Probe:
+    """A Trainer of Hugging Face's transformers, before `train()`."""
+    loader, model = trainer.get_train_dataloader(), trainer.model
+    trainer.create_optimizer()
+    model.train()
+
+    def step(batch: Any) -> None:
+        loss = trainer.compute_loss(model, trainer._prepare_inputs(batch))
+        trainer.optimizer.zero_grad()
+        loss.backward()
+        trainer.optimizer.step()
+
+    return Probe(loader, step, model, name=type(model).__name__)
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0))

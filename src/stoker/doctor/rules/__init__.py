@@ -1,0 +1,31 @@
+"""From measurements to findings: each rule is a pure function of `Measured` that finds its cause, or nothing.
+
+A prediction is what the step takes once the cause is gone: the rest of the sum.
+"""
+
+from stoker.doctor.finding import Finding, ranked
+from stoker.doctor.measure import Measured
+from stoker.doctor.rules import loader, run, step
+from stoker.doctor.rules.base import RULES
+
+__all__ = ["RULES", "diagnose", "loader", "run", "step", "verdict"]
+
+
+def diagnose(found: Measured) -> list[Finding]:
+    """All findings worth a line, the costliest first."""
+    return ranked([one for function in RULES.values() if (one := function(found)) is not None])
+
+
+def verdict(found: Measured, findings: list[Finding]) -> str:
+    """One sentence."""
+    if findings:
+        return findings[0].sentence
+    if found.run is None:
+        return "Nothing could be measured."
+    bound = "its operations" if found.operations is None else _busiest(found)
+    return f"Healthy: nothing to gain that these rules know of. The step is limited by {bound}."
+
+
+def _busiest(found: Measured) -> str:
+    assert found.operations is not None
+    return ", ".join(f"{name} {share:.0%}" for name, share in found.operations.top[:3])

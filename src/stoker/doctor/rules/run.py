@@ -1,0 +1,68 @@
+"""Rules that take a whole run to see: memory, evaluations, checkpoints, a rate that falls, a rank that lags behind."""
+
+from stoker.doctor.finding import Finding
+from stoker.doctor.measure import Measured
+from stoker.doctor.rules.base import rule
+
+
+@rule("memory-creep")
+def memory_creep(found: Measured) -> Finding | None:
+    if found.grown_bytes < 1 << 17 or found.free_bytes == 0 or found.run is None:
+        return None
+    steps = found.free_bytes / found.grown_bytes
+    sentence = f"Host memory grows by {found.grown_bytes / 1e6:.2f} MB every step."
+    evidence = (
+        f"{found.free_bytes / 1e9:.1f} GB are free: full after {steps:,.0f} steps, {steps * found.run.mean / 60:,.0f} min",
+    )
+    change = "keep numbers, not tensors: losses.append(loss.item()) or .detach(), and clear lists"
+    share = 0.5 if steps < 100_000 else 0.1
+    return Finding("memory-creep", share, sentence, change, evidence)
+
+
+@rule("evaluation")
+def evaluation(found: Measured) -> Finding | None:
+    share = found.evaluation_share
+    if share < 0.15:
+        return None
+    sentence = f"{share:.0%} of the time goes into evaluating."
+    change = "--train.evaluate_every a larger number, or fewer validation samples"
+    factor = 1 / (1 - 0.8 * share)
+    return Finding("evaluation", share, sentence, change, (), factor, 0.9 * factor, 1.1 * factor)
+
+
+@rule("saving")
+def saving(found: Measured) -> Finding | None:
+    share = found.checkpoint_share
+    if share < 0.05:
+        return None
+    factor = 1 / (1 - 0.9 * share)
+    change = "--train.save_every a larger number"
+    return Finding(
+        "saving",
+        share,
+        f"{share:.0%} of the time goes into checkpoints.",
+        change,
+        (),
+        factor,
+        0.9 * factor,
+        1.1 * factor,
+    )
+
+
+@rule("drift")
+def drift(found: Measured) -> Finding | None:
+    if found.drift > -0.1:
+        return None
+    sentence = f"The last third of the run is {-found.drift:.0%} slower than the first."
+    change = "look at memory, temperature and what else the machine does; `stoker doctor TARGET` measures the legs"
+    factor = 1 / (1 + found.drift)
+    return Finding("drift", -found.drift, sentence, change, (), factor, 0.9 * factor, 1.1 * factor)
+
+
+@rule("straggler")
+def straggler(found: Measured) -> Finding | None:
+    if found.slow_rank is None or found.slow_rank[1] < 0.1:
+        return None
+    rank, more = found.slow_rank
+    sentence = f"Rank {rank} takes {more:.0%} longer than the others, who wait for it."
+    return Finding("straggler", more / (1 + more), sentence, f"look at the machine and the data of rank {rank}", ())

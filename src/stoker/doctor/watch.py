@@ -1,0 +1,104 @@
+"""`for batch in stoker.watch(loader):` in anybody's loop: two looks at the clock a step, and a verdict at the end."""
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from stoker.doctor.finding import Finding
+from stoker.doctor.loaders import describe
+from stoker.doctor.looks import growth
+from stoker.doctor.measure import Leg, Measured
+from stoker.doctor.rules import diagnose, verdict
+
+MEMORY_EVERY = 16  # steps
+KEPT = 1 << 16  # steps that are remembered
+
+
+class Watch:
+    """Wraps a loader; everything else of it is its own. `findings()` at any time, and on SIGUSR2 they are printed."""
+
+    def __init__(self, loader: Iterable[Any], *, say: bool = True) -> None:
+        self._loader, self._say = loader, say
+        self._waits: list[float] = []
+        self._steps: list[float] = []
+        self._gaps: list[float] = []
+        self._memory: list[int] = []
+        self._samples = 0
+        if threading.current_thread() is threading.main_thread():
+            with suppress(ValueError, OSError):
+                signal.signal(signal.SIGUSR2, lambda number, frame: self._tell())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        process, clock = psutil.Process(), time.perf_counter
+        asked = clock()
+        first = True
+        for batch in self._loader:
+            got = clock()
+            if first:
+                self._gaps.append(got - asked)
+                self._samples = self._samples or _size(batch)
+            yield batch
+            now = clock()
+            if len(self._steps) < KEPT:
+                self._waits.append(0.0 if first else got - asked)
+                self._steps.append(now - got)
+                if len(self._steps) % MEMORY_EVERY == 0:
+                    self._memory.append(process.memory_info().rss)
+            first, asked = False, now
+        if self._say:
+            self._tell()
+
+    def measured(self) -> Measured:
+        found = Measured(name="watch", loader=describe(self._loader, {}))
+        if not self._steps:
+            found.troubles.append("the loop has not made a step yet")
+            return found
+        count = len(self._steps)
+        gaps = self._gaps[1:]  # the first epoch begins with everything else that begins
+        found.run = Leg(tuple(wait + step for wait, step in zip(self._waits, self._steps, strict=True)))
+        found.gap_s = sum(gaps) / count
+        found.wait_s = sum(self._waits) / count
+        found.resident = Leg(tuple(self._steps))
+        found.epoch_steps = count // max(1, len(self._gaps))
+        found.samples, found.free_bytes = float(self._samples), psutil.virtual_memory().available
+        found.grown_bytes = growth(self._memory) / MEMORY_EVERY
+        if found.gap_s:
+            found.run = Leg(tuple(one + found.gap_s for one in found.run.seconds))
+        return found
+
+    def findings(self) -> list[Finding]:
+        return diagnose(self.measured())
+
+    def _tell(self) -> None:
+        found = self.measured()
+        findings = diagnose(found)
+        if found.run is None:
+            return
+        head = f"stoker.watch: {len(self._steps):,} steps of {1e3 * found.run.mean:.2f} ms, "
+        head += f"{found.wait_s / found.run.mean:.0%} waiting for batches. {verdict(found, findings)}"
+        lines = [head, *(line for one in findings for line in one.lines(found.rate))]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def watch(loader: Iterable[Any], *, say: bool = True) -> Watch:
+    """The same batches, and at the end of the loop what they cost and what could be gained."""
+    return Watch(loader, say=say)
+
+
+def _size(batch: Any) -> int:
+    from stoker.data.batch import tensors_in
+
+    first = next((tensor for tensor in tensors_in(batch) if tensor.ndim), None)
+    return 1 if first is None else len(first)

@@ -1,0 +1,73 @@
+"""The sum that adds up to the time of a step, and its drawing."""
+
+from dataclasses import dataclass
+
+from stoker.doctor.measure import Measured
+
+WIDTH = 40
+
+
+@dataclass(frozen=True)
+class Bar:
+    name: str
+    seconds: float
+    low: float  # of the seconds, 5 %
+    high: float  # 95 %
+
+
+def waterfall(found: Measured) -> list[Bar]:
+    """Kernels, host, copy, waiting for batches, gaps between epochs: their seconds add up to the step's, as measured."""
+    if found.run is None:
+        return []
+    run_low, run_high = found.run.interval()
+    if found.resident is None:
+        rest = found.run.mean - found.wait_s - found.gap_s
+        return [
+            Bar("step", rest, rest, rest),
+            Bar("waiting for batches", found.wait_s, 0.0, run_high - rest),
+            Bar("between epochs", found.gap_s, found.gap_s, found.gap_s),
+        ]
+    low, high = found.resident.interval()
+    mean = found.resident.mean
+    bars = []
+    if found.operations is not None:
+        busy = 1 - found.operations.host_share
+        where = "GPU busy" if found.device == "cuda" else "operations"
+        bars.append(Bar(where, busy * mean, busy * low, busy * high))
+        bars.append(Bar("host", (1 - busy) * mean, (1 - busy) * low, (1 - busy) * high))
+    else:
+        bars.append(Bar("step", mean, low, high))
+    copied = 0.0
+    if found.copied is not None:
+        copied = max(0.0, found.copied.mean - mean)
+        bars.append(Bar("copy", copied, max(0.0, found.copied.interval()[0] - high), found.copied.interval()[1] - low))
+    # Whatever the other legs leave: the sum is the step's time by the clock.
+    stall = found.run.mean - found.gap_s - mean - copied
+    spread = run_low - found.gap_s - high - copied, run_high - found.gap_s - low - copied
+    for name, share in _stalls(found):
+        bars.append(Bar(name, share * stall, share * spread[0], share * spread[1]))
+    bars.append(Bar("between epochs", found.gap_s, found.gap_s, found.gap_s))
+    return bars
+
+
+def _stalls(found: Measured) -> list[tuple[str, float]]:
+    """Fetching and preparing, in the shares that one thread alone spends on them."""
+    split = found.split
+    if split is None:
+        return [("waiting for batches", 1.0)]
+    fetch = split.latency_s + max(0.0, split.cold_s - split.warm_s)
+    share = fetch / max(fetch + split.busy_s, 1e-12)
+    return [("preparation", 1 - share), ("fetch", share)]
+
+
+def draw(bars: list[Bar]) -> str:
+    """For a terminal; a bar that is smaller than its uncertainty is called so."""
+    total = sum(bar.seconds for bar in bars)
+    lines, begin = [], 0.0
+    for bar in bars:
+        left, length = round(WIDTH * max(0.0, begin) / total), round(WIDTH * max(0.0, bar.seconds) / total)
+        unsure = " (not significant)" if bar.low <= 0 < bar.seconds and bar.seconds > 0 else ""
+        drawn = " " * left + "#" * length
+        lines.append(f"{bar.name:20} {1e3 * bar.seconds:9.3f} ms {bar.seconds / total:5.0%} |{drawn:{WIDTH}}|{unsure}")
+        begin += bar.seconds
+    return "\n".join([*lines, f"{'step':20} {1e3 * total:9.3f} ms"])
