@@ -3,7 +3,7 @@ each other."""
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from stoker.doctor.waterfall import Bar, draw, waterfall
 from stoker.errors import UserError
 from stoker.files import write_bytes
 from stoker.launch.targets import Target, resolve_target
+from stoker.runs.events import EventLog
 from stoker.runs.folder import RunFolder, open_run
+from stoker.runs.schema import Found
 
 SLOWER = 0.05  # of the rate, from which a run counts as slower than another
 VERIFY_ROUNDS = 3
@@ -191,6 +193,9 @@ def at_end(run: RunFolder) -> str | None:
         return None
     if not findings:
         return None
+    with suppress(OSError), EventLog(run.events) as log:
+        for one in findings:
+            log.write(Found(rule=one.rule, share=round(one.share, 4), sentence=one.sentence, change=one.change))
     return f"doctor: {findings[0].sentence} `stoker doctor {run.path}` says more."
 
 

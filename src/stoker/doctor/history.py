@@ -33,7 +33,7 @@ def from_events(run: RunFolder) -> Measured:
     found.wait_s = statistics.fmean(waits) * mean
     found.settings = _settings(run.config)
     found.loader = LoaderFacts("stoker", found.settings.get("loader.threads"), found.settings.get("loader.look_ahead"))
-    _outside(run, found, sum(durations))
+    _outside(run, found, sum(one / 1e3 for event in steps for one in event.step_ms) or sum(durations))
     if len(rates) >= LEAST:
         third = len(rates) // 3
         found.drift = statistics.median(rates[-third:]) / max(statistics.median(rates[:third]), 1e-9) - 1

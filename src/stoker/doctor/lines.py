@@ -5,6 +5,7 @@ gets to look.
 """
 
 import linecache
+import random
 import signal
 import sysconfig
 import time
@@ -37,22 +38,31 @@ SAVES = ("torch.save(", "save_file(", "pickle.dump(", "np.save(", "save_pretrain
 class Lines:
     """Seconds by line of somebody's own code, and by what they are spent on."""
 
-    seconds: dict[tuple[str, int], float] = field(default_factory=lambda: defaultdict(float))
+    seconds: dict[tuple[str, int, str], float] = field(default_factory=lambda: defaultdict(float))  # file, line, kind
     kinds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    kind_of: dict[tuple[str, int], str] = field(default_factory=dict)
     total: float = 0.0
 
     def share(self, kind: str) -> float:
         return self.kinds.get(kind, 0.0) / self.total if self.total else 0.0
 
+    def add(self, more: "Lines") -> None:
+        for where, spent in more.seconds.items():
+            self.seconds[where] += spent
+        for kind, spent in more.kinds.items():
+            self.kinds[kind] += spent
+        self.total += more.total
+
     def top(self, count: int = 3, kind: str | None = None) -> list[str]:
         """`file:line  text  share`, the costliest first."""
-        chosen = [(where, spent) for where, spent in self.seconds.items() if kind in (None, self.kind_of.get(where))]
-        chosen.sort(key=lambda one: -one[1])
+        spent: dict[tuple[str, int], float] = defaultdict(float)
+        for (file, line, what), seconds in self.seconds.items():
+            if kind in (None, what):
+                spent[file, line] += seconds
+        ordered = sorted(spent.items(), key=lambda one: -one[1])[:count]
         return [
-            f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()[:80]}  ({spent / self.total:.0%})"
-            for (file, line), spent in chosen[:count]
-            if spent / self.total >= 0.02
+            f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()[:80]}  ({seconds / self.total:.0%})"
+            for (file, line), seconds in ordered
+            if seconds / self.total >= 0.02
         ]
 
 
@@ -61,24 +71,27 @@ def watched_lines() -> Iterator[Lines]:
     """Inside the block the main thread is looked at; elsewhere than in the main thread nothing is."""
     lines = Lines()
     last = time.perf_counter()
+    dice = random.Random(0)
+    # Never in step with the loop that is watched.
+    delays = iter(lambda: dice.uniform(0.4, 1.6) * EVERY_S, None)
 
     def look(number: int, frame: FrameType | None) -> None:
         nonlocal last
         now = time.perf_counter()
         spent, last = now - last, now
         where, kind = _place(frame)
+        signal.setitimer(signal.ITIMER_REAL, next(delays))
         lines.total += spent
         lines.kinds[kind] += spent
         if where is not None:
-            lines.seconds[where] += spent
-            lines.kind_of[where] = kind
+            lines.seconds[*where, kind] += spent
 
     try:
         before: Any = signal.signal(signal.SIGALRM, look)
     except ValueError:  # not the main thread
         yield lines
         return
-    signal.setitimer(signal.ITIMER_REAL, EVERY_S, EVERY_S)
+    signal.setitimer(signal.ITIMER_REAL, next(delays))
     try:
         yield lines
     finally:
@@ -90,7 +103,9 @@ def _place(frame: FrameType | None) -> tuple[tuple[str, int] | None, str]:
     """The innermost line of somebody's own code, and what it is there for, by the names around it."""
     where, kind = None, "step"
     while frame is not None:
-        file, line = frame.f_code.co_filename, frame.f_lineno
+        file, line = frame.f_code.co_filename, frame.f_lineno or 0
+        if file.startswith(str(PACKAGE / "doctor")):
+            break  # who drives the step is not part of it
         own = not any(place in file for place in OTHERS)
         where = (file, line) if own and where is None else where
         if kind == "step":

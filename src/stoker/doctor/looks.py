@@ -22,14 +22,15 @@ def length(loader: Any) -> int | None:
         return None
 
 
-def growth(memory: list[int]) -> float:
-    """Bytes a step, where memory rises all the time and not once."""
+def growth(steps: list[int], memory: list[int]) -> float:
+    """Bytes a step, where memory rises all the time and not once; of host memory after so many steps."""
     if len(memory) < LEAST_STEPS:
         return 0.0
-    values = np.array(memory, float)[len(memory) // 3 :]
-    slope = float(np.polyfit(np.arange(len(values)), values, 1)[0])
+    values, after = (np.array(some, float)[len(memory) // 3 :] for some in (memory, steps))
+    slope = float(np.polyfit(after, values, 1)[0])
     thirds = [part.mean() for part in np.array_split(values, 3)]
-    steady = thirds[0] < thirds[1] < thirds[2] and values[-1] - values[0] > max(16 << 20, 0.02 * values[0])
+    straight = float(np.corrcoef(after, values)[0, 1]) > 0.98 if values.std() > 0 else False
+    steady = thirds[0] < thirds[1] < thirds[2] and straight and values[-1] - values[0] > 24 << 20
     return slope if steady and slope > 0 else 0.0
 
 

@@ -20,14 +20,17 @@ import torch
 
 from stoker import console
 from stoker.data.batch import map_leaves, num_bytes, pin, tensors_in
+from stoker.doctor.ceilings import ceilings
 from stoker.doctor.lines import Lines, watched_lines
 from stoker.doctor.loaders import LoaderFacts, Split, describe, split_of
 from stoker.doctor.looks import growth, has_wide_floats, largest, length, num_graphs, padding_share, recompile_reasons
-from stoker.doctor.operations import Operations, profile_steps
+from stoker.doctor.operations import Operations, count_flops, profile_steps
 from stoker.doctor.probe import Probe, num_cores
 
 KEPT = 6  # batches that the resident step rotates through
 LEAST_STEPS, MOST_STEPS = 6, 400
+COUNTED = 0.6  # of the time of operations: with less of it counted no floor is told
+MORE = 4  # times the samples, to see what a step costs that does not depend on them
 ROUNDS = 2  # in which the run and the resident step take turns
 STUCK_S = 60.0  # a trial that does not move for so long is given up
 
@@ -68,11 +71,12 @@ class Measured:
     resident_cpu_s: float = 0.0  # CPU seconds of a resident step, over all threads
     copied: Leg | None = None  # on a GPU: the same with the copy from pinned memory
     once_s: float | None = None  # the resident step beside the next, in the middle
-    twice_s: float | None = None  # the step with twice the samples
+    more_s: float | None = None  # the step with MORE times the samples
     loader: LoaderFacts = field(default_factory=LoaderFacts)
     drained_s: float | None = None  # a batch of the loader with nobody computing
     split: Split | None = None
     operations: Operations | None = None
+    floor_s: float | None = None  # what the products of a step would take at this machine's best
     lines: Lines = field(default_factory=Lines)
     graphs: int = 0  # made by torch.compile in steps that should have had none left to make
     graphs_s: float = 0.0  # of a step, for that
@@ -111,7 +115,8 @@ def measure(probe: Probe, seconds: float = 4.0) -> Measured:
         ("the loader alone", lambda: _drain(probe, found, seconds)),
         ("the parts of the loader", lambda: _split(probe, found, kept, seconds)),
         ("the operations of a step", lambda: _operations(probe, found, kept)),
-        ("twice the batch", lambda: _doubled(probe, found, kept, seconds / 2)),
+        ("the floor", lambda: _floor(probe, found, kept)),
+        ("a larger batch", lambda: _enlarged(probe, found, kept, seconds / 2)),
         ("the copy to the device", lambda: _copied(probe, found, kept, seconds)),
     ]
     with console.progress("measure", len(legs), "legs") as bar:
@@ -176,6 +181,7 @@ def _run_and_resident(probe: Probe, found: Measured, kept: list[Any], seconds: f
     waits: list[float] = []
     residents: list[float] = []
     memory: list[int] = []
+    after: list[int] = []
     gaps, cpu = 0.0, 0.0
     graphs = num_graphs()
     with recompile_reasons() as reasons:
@@ -185,6 +191,7 @@ def _run_and_resident(probe: Probe, found: Measured, kept: list[Any], seconds: f
                 waits.append(wait)
                 gaps += gap
                 memory.append(psutil.Process().memory_info().rss)
+                after.append(len(runs) + len(residents))
                 if len(kept) < KEPT:
                     kept.append(batch)
             source.rest()
@@ -192,7 +199,7 @@ def _run_and_resident(probe: Probe, found: Measured, kept: list[Any], seconds: f
             with watched_lines() as lines:
                 residents += _resident(probe, kept, seconds / ROUNDS)
             cpu += time.process_time() - cpu_before
-            _add(found.lines, lines)
+            found.lines.add(lines)
     found.run, found.resident = Leg(tuple(runs)), Leg(tuple(residents))
     found.wait_s, found.gap_s = float(np.mean(waits)), gaps / len(runs)
     found.epoch_steps = length(probe.loader)
@@ -200,7 +207,7 @@ def _run_and_resident(probe: Probe, found: Measured, kept: list[Any], seconds: f
     found.graphs, found.reasons = num_graphs() - graphs, tuple(dict.fromkeys(reasons))[:3]
     if found.graphs:
         found.graphs_s = max(0.0, found.run.mean - found.wait_s - float(np.quantile(residents, 0.25)))
-    found.grown_bytes = growth(memory)
+    found.grown_bytes = growth(after, memory)
     shares = [padding_share(tensor) for batch in kept for tensor in largest(batch)]
     found.padding = float(np.mean(shares)) if shares else 0.0
     found.wide_floats = has_wide_floats(probe.model)
@@ -235,6 +242,21 @@ def timed_steps(probe: Probe, source: "Endless", seconds: float) -> Iterator[tup
         gap = got - asked if source.began else 0.0
         yield (0.0 if source.began else got - asked), now - got, gap, batch
         done += 1
+
+
+def rate_of(probe: Probe, seconds: float) -> float:
+    """Samples a second of the run as it is, once what lay ready is used up."""
+    source = Endless(probe.loader)
+    batch = source.take()
+    for _ in range(3):
+        probe.step(batch)
+    _skip_what_lay_ready(probe, source, Measured(loader=describe(probe.loader, probe.settings)), seconds)
+    _synchronise(probe)
+    samples, begin = 0, time.perf_counter()
+    for _, _, _, batch in timed_steps(probe, source, seconds):
+        samples += probe.samples_of(batch)
+    _synchronise(probe)
+    return samples / (time.perf_counter() - begin)
 
 
 def _resident(probe: Probe, kept: list[Any], seconds: float) -> list[float]:
@@ -273,28 +295,42 @@ def _operations(probe: Probe, found: Measured, kept: list[Any]) -> None:
         found.operations = profile_steps(probe.step, kept, probe.device)
 
 
-def _doubled(probe: Probe, found: Measured, kept: list[Any], seconds: float) -> None:
+def _floor(probe: Probe, found: Measured, kept: list[Any]) -> None:
+    """Not where most of the time is spent in work that nobody can count, and not of graphs, which would be made anew."""
+    operations = found.operations
+    if not kept or operations is None or operations.counted_share < COUNTED or num_graphs():
+        return
+    flops = count_flops(probe.step, kept[0], probe.model)
+    kinds = {parameter.dtype for parameter in probe.model.parameters()} if probe.model is not None else set()
+    name = {torch.float64: "fp64", torch.bfloat16: "bf16"}.get(next(iter(kinds), torch.float32), "fp32")
+    if flops and len(kinds) == 1:
+        # bf16 by autocast has float32 parameters: the higher ceiling is the one that cannot be beaten.
+        best = ceilings(probe.device).products
+        found.floor_s = flops / (max(best[name], best["bf16"]) if probe.device.type == "cuda" else best[name])
+
+
+def _enlarged(probe: Probe, found: Measured, kept: list[Any], seconds: float) -> None:
     """Only of plain batches, whose tensors all have one row a sample."""
     if not kept or probe.settings:
         return
     size = probe.samples_of(kept[0])
     if any(tensor.ndim == 0 or len(tensor) != size for tensor in tensors_in(kept[0])):
         return
-    twice = [
-        map_leaves(batch, lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) else leaf)
+    larger = [
+        map_leaves(batch, lambda leaf: torch.cat([leaf] * MORE) if isinstance(leaf, torch.Tensor) else leaf)
         for batch in kept
     ]
     once_s: list[float] = []
-    twice_s: list[float] = []
+    more_s: list[float] = []
     begin = time.perf_counter()
     # One by one in turns: what else the machine does falls on both.
     while len(once_s) < LEAST_STEPS or (time.perf_counter() - begin < seconds and len(once_s) < MOST_STEPS):
-        for batches, spent in ((kept, once_s), (twice, twice_s)):
+        for batches, spent in ((kept, once_s), (larger, more_s)):
             before = time.perf_counter()
             probe.step(batches[len(spent) % len(batches)])
             _synchronise(probe)
             spent.append(time.perf_counter() - before)
-    found.once_s, found.twice_s = float(np.median(once_s[1:])), float(np.median(twice_s[1:]))
+    found.once_s, found.more_s = float(np.median(once_s[1:])), float(np.median(more_s[1:]))
 
 
 def _copied(probe: Probe, found: Measured, kept: list[Any], seconds: float) -> None:
@@ -329,12 +365,3 @@ class Endless:
 def _synchronise(probe: Probe) -> None:
     if probe.device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def _add(lines: Lines, more: Lines) -> None:
-    for where, spent in more.seconds.items():
-        lines.seconds[where] += spent
-    for kind, spent in more.kinds.items():
-        lines.kinds[kind] += spent
-    lines.kind_of.update(more.kind_of)
-    lines.total += more.total

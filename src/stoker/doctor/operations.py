@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 STEPS = 3
@@ -39,6 +40,7 @@ class Operations:
     softmax_share: float  # of the time of operations
     fused_attention: bool
     fused_optimizer: bool
+    counted_share: float = 0.0  # of the time of operations, in those whose work can be counted
     top: tuple[tuple[str, float], ...] = field(default=())  # operations and their share of the time
 
     @property
@@ -80,6 +82,7 @@ def profile_steps(step: Callable[[Any], Any], batches: Sequence[Any], device: to
         softmax_share=_share(counted, ("softmax",), total),
         fused_attention=any("scaled_dot_product" in event.name or "flash" in event.name for event in events),
         fused_optimizer=any("_fused_" in event.name or "_foreach_" in event.name for event in events),
+        counted_share=_share(counted, PRODUCTS, total) - _share(called, ("scaled_dot_product",), total),
         top=_top_names(counted, total),
     )
 
@@ -143,3 +146,20 @@ def _union(spans: Sequence[tuple[float, float]]) -> float:
             total += end - max(start, reached)
             reached = end
     return total
+
+
+def count_flops(step: Callable[[Any], Any], batch: Any, model: nn.Module | None) -> float | None:
+    """Of matrix products and convolutions of one step; None: they cannot be counted.
+
+    torch counts the backward pass of grouped convolutions many times over, and attention on a CPU not at all; models with
+    the first are not counted, and what the second leaves out is seen in `counted_share`.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    layers = [] if model is None else list(model.modules())
+    if any(isinstance(one, nn.Conv1d | nn.Conv2d | nn.Conv3d) and one.groups > 1 for one in layers):
+        return None
+    counter = FlopCounterMode(display=False)
+    with counter:
+        step(batch)
+    return float(counter.get_total_flops())

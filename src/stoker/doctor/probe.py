@@ -134,20 +134,5 @@ def lightning_probe(module: Any, loader: Iterable[Any]) -> Probe:
     return Probe(loader, step, module, name=type(module).__name__)
 
 
-def trainer_probe(trainer: Any) -> Probe:
-    """A Trainer of Hugging Face's transformers, before `train()`."""
-    loader, model = trainer.get_train_dataloader(), trainer.model
-    trainer.create_optimizer()
-    model.train()
-
-    def step(batch: Any) -> None:
-        loss = trainer.compute_loss(model, trainer._prepare_inputs(batch))
-        trainer.optimizer.zero_grad()
-        loss.backward()
-        trainer.optimizer.step()
-
-    return Probe(loader, step, model, name=type(model).__name__)
-
-
 def num_cores() -> int:
     return len(os.sched_getaffinity(0))

@@ -29,7 +29,7 @@ class Watch:
         self._steps: list[float] = []
         self._gaps: list[float] = []
         self._memory: list[int] = []
-        self._samples = 0
+        self._samples, self._process = 0, psutil.Process()
         if threading.current_thread() is threading.main_thread():
             with suppress(ValueError, OSError):
                 signal.signal(signal.SIGUSR2, lambda number, frame: self._tell())
@@ -41,24 +41,30 @@ class Watch:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        process, clock = psutil.Process(), time.perf_counter
-        asked = clock()
-        first = True
-        for batch in self._loader:
-            got = clock()
-            if first:
-                self._gaps.append(got - asked)
-                self._samples = self._samples or _size(batch)
-            yield batch
-            now = clock()
-            if len(self._steps) < KEPT:
-                self._waits.append(0.0 if first else got - asked)
-                self._steps.append(now - got)
-                if len(self._steps) % MEMORY_EVERY == 0:
-                    self._memory.append(process.memory_info().rss)
-            first, asked = False, now
-        if self._say:
-            self._tell()
+        clock = time.perf_counter
+        asked, first, got = clock(), True, 0.0
+        try:
+            for batch in self._loader:
+                got = clock()
+                if first:
+                    self._gaps.append(got - asked)
+                    self._samples = self._samples or _size(batch)
+                yield batch
+                now = clock()
+                self._note(0.0 if first else got - asked, now - got)
+                first, asked, got = False, now, 0.0
+        finally:  # a loop that was left, or that knows the number of its batches, does not ask for one more
+            if got:
+                self._note(0.0 if first else got - asked, clock() - got)
+            if self._say:
+                self._tell()
+
+    def _note(self, wait: float, step: float) -> None:
+        if len(self._steps) < KEPT:
+            self._waits.append(wait)
+            self._steps.append(step)
+            if len(self._steps) % MEMORY_EVERY == 0:
+                self._memory.append(self._process.memory_info().rss)
 
     def measured(self) -> Measured:
         found = Measured(name="watch", loader=describe(self._loader, {}))
@@ -73,7 +79,7 @@ class Watch:
         found.resident = Leg(tuple(self._steps))
         found.epoch_steps = count // max(1, len(self._gaps))
         found.samples, found.free_bytes = float(self._samples), psutil.virtual_memory().available
-        found.grown_bytes = growth(self._memory) / MEMORY_EVERY
+        found.grown_bytes = growth([MEMORY_EVERY * one for one in range(len(self._memory))], self._memory)
         if found.gap_s:
             found.run = Leg(tuple(one + found.gap_s for one in found.run.seconds))
         return found

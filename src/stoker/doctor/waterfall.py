@@ -33,7 +33,11 @@ def waterfall(found: Measured) -> list[Bar]:
     if found.operations is not None:
         busy = 1 - found.operations.host_share
         where = "GPU busy" if found.device == "cuda" else "operations"
-        bars.append(Bar(where, busy * mean, busy * low, busy * high))
+        # Convolutions by a cleverer algorithm than a product may lie below it: then it is no floor.
+        floor = found.floor_s if found.floor_s is not None and found.floor_s < busy * mean else 0.0
+        bars += [Bar("floor", floor, floor, floor)] if floor else []
+        name = f"{where}, above it" if floor else where
+        bars.append(Bar(name, busy * mean - floor, busy * low - floor, busy * high - floor))
         bars.append(Bar("host", (1 - busy) * mean, (1 - busy) * low, (1 - busy) * high))
     else:
         bars.append(Bar("step", mean, low, high))

@@ -179,6 +179,17 @@ class OutOfPatience(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Found(Event):
+    """What the doctor says of the run when it has ended, where the events alone leave no doubt."""
+
+    kind = "finding"
+    rule: str
+    share: float  # of the time that the cause costs
+    sentence: str
+    change: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class LeftOut(Event):
     """Samples that cannot be read and are used no more."""
 

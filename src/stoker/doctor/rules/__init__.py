@@ -23,7 +23,10 @@ def verdict(found: Measured, findings: list[Finding]) -> str:
     if found.run is None:
         return "Nothing could be measured."
     bound = "its operations" if found.operations is None else _busiest(found)
-    return f"Healthy: nothing to gain that these rules know of. The step is limited by {bound}."
+    share = ""
+    if found.floor_s is not None and found.floor_s < found.run.mean:
+        share = f", which run at {found.floor_s / found.run.mean:.0%} of this machine's best"
+    return f"Healthy: nothing to gain that these rules know of. The step is limited by {bound}{share}."
 
 
 def _busiest(found: Measured) -> str:

@@ -1,6 +1,6 @@
 """Rules of the loader. One cause is named, and not all of its shadows: `loader_cause` shares the stall out."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from stoker.doctor.finding import Finding
 from stoker.doctor.measure import Measured
@@ -67,6 +67,8 @@ def best_workers(found: Measured) -> int:
 def loader_cause(found: Measured) -> str | None:
     """One name for what makes the loader slow."""
     stall, split, facts = stall_of(found), found.split, found.loader
+    if _stands_in_its_way(found):
+        return "workers-many"
     if stall is None or stall.share < 0.05:
         return None
     if split is None:
@@ -74,8 +76,6 @@ def loader_cause(found: Measured) -> str | None:
     made = max(split.cold_s, split.warm_s) + split.collate_s
     if not facts.workers and made < 0.4 * stall.seconds:  # it cannot be what the run waits for
         return None
-    if facts.workers is not None and facts.workers > 2 * found.cores and split.latency_s < 2 * split.busy_s:
-        return "workers-many"
     if split.sequential_s is not None and split.warm_s > 2 * split.sequential_s and split.warm_s > 0.3 * stall.seconds:
         return "shuffle"
     if split.cold_s > 2 * split.warm_s and split.cold_s - split.warm_s > 0.3 * stall.seconds:
@@ -89,6 +89,14 @@ def loader_cause(found: Measured) -> str | None:
     if facts.workers is not None and best_workers(found) > facts.workers:
         return "workers-few"
     return "preparation"
+
+
+def _stands_in_its_way(found: Measured) -> bool:
+    """More than two workers a core, that nobody keeps waiting, and a run slower than its step, or slow to begin an epoch."""
+    if found.split is None or found.run is None or found.resident is None:
+        return False
+    many = (found.loader.workers or 0) > 2 * found.cores and found.split.latency_s < 2 * found.split.busy_s
+    return many and found.run.mean > 1.1 * found.resident.mean
 
 
 def _stall_evidence(found: Measured) -> tuple[str, ...]:
@@ -152,9 +160,11 @@ def workers_many(found: Measured) -> Finding | None:
     workers = max(1, best_workers(found))
     change, keys = _workers_change(found, workers)
     sentence = f"{found.loader.workers} workers share {found.cores} cores, and stand in each other's way."
-    one = _stall_finding(found, "workers-many", sentence, change, with_workers(found, workers), keys=keys)
     assert found.run is not None
-    return replace(one, share=one.share + found.gap_s / found.run.mean)
+    assert found.resident is not None
+    factor, low, high = predicted(found, with_workers(found, workers))
+    share = 1 - found.resident.mean / found.run.mean
+    return Finding("workers-many", share, sentence, change, _stall_evidence(found), factor, low, high, keys=keys)
 
 
 @rule("fetch-latency")

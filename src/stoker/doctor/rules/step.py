@@ -1,7 +1,7 @@
 """Rules of the step itself: what it does besides computing, and what it computes that nobody needs."""
 
 from stoker.doctor.finding import Finding
-from stoker.doctor.measure import Measured
+from stoker.doctor.measure import MORE, Measured
 from stoker.doctor.rules.base import NOISE, ms, predicted, rule
 from stoker.doctor.rules.loader import loader_cause
 
@@ -99,16 +99,16 @@ def precision(found: Measured) -> Finding | None:
 
 @rule("batch")
 def batch(found: Measured) -> Finding | None:
-    if found.run is None or found.resident is None or found.once_s is None or found.twice_s is None:
+    if found.run is None or found.resident is None or found.once_s is None or found.more_s is None:
         return None
-    fixed = 2 * found.once_s - found.twice_s
+    growing = max((found.more_s - found.once_s) / (MORE - 1), 1e-9)
+    fixed = max(0.0, found.once_s - growing)
     known = sum(found.lines.share(kind) for kind in ("logging", "checkpoint"))
     known += found.lines.share("optimizer") if optimizer(found) is not None else 0.0
     share = _step_share(found, max(0.0, fixed / found.once_s - known))
     many = found.operations is not None and found.operations.count >= MANY
-    if share < 0.25 or many or loader_cause(found) is not None:
+    if share < 0.4 or many or loader_cause(found) is not None:
         return None
-    growing = max(found.twice_s - found.once_s, 1e-9)
     times = min(64.0, max(2.0, WHOLE / (1 - WHOLE) * fixed / growing))
     after = (fixed + times * growing) / times  # for as many samples as now
     factor, low, high = predicted(found, found.run.mean - found.resident.mean + after, spread=0.2)
@@ -116,7 +116,7 @@ def batch(found: Measured) -> Finding | None:
     change = (
         f"a batch of {round(times * found.samples):,} instead of {found.samples:,.0f}, and a learning rate to match"
     )
-    evidence = (f"{ms(found.once_s)} a step, {ms(found.twice_s)} with twice the samples",)
+    evidence = (f"{ms(found.once_s)} a step, {ms(found.more_s)} with {MORE} times the samples",)
     return Finding("batch", share, sentence, change, evidence, factor, low, high, cost="it changes what is learnt")
 
 

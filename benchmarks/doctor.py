@@ -1,0 +1,134 @@
+"""How often the doctor is right: planted faults and healthy controls, each diagnosed, then cured and measured again.
+
+    python benchmarks/doctor.py [--only NAME ...] [--seconds 2]
+
+One JSON line a case, a table for people on standard error, and the score as the last line. Every case runs in a process of
+its own, with one thread for torch, so that its step does not take the core that its loader needs.
+"""
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from measure import emit, line
+
+from stoker.doctor.measure import rate_of
+
+PLANTED = Path(__file__).parents[1] / "tests" / "faults"
+RIGHT = 0.2
+ROUNDS = 2
+
+
+def one(name: str, seconds: float, *, cure: bool = True) -> dict[str, Any]:
+    """Diagnoses a case, then runs it with and without its fault in turns."""
+    sys.path.insert(0, str(PLANTED))
+    import torch
+    from planted.table import CASES
+
+    from stoker.doctor.measure import measure
+    from stoker.doctor.rules import diagnose
+
+    torch.set_num_threads(1)
+    case = next(case for case in CASES if case.name == name)
+    found = measure(case.make(True), seconds)
+    findings = diagnose(found)
+    first = findings[0] if findings else None
+    result: dict[str, Any] = {
+        "case": name,
+        "expected": case.rule,
+        "found": [[finding.rule, round(finding.share, 3)] for finding in findings],
+        "tuned": case.tuned,
+        "predicted": first.factor if first else None,
+        "diagnosis_s": round(found.seconds, 1),
+        "troubles": found.troubles,
+    }
+    if cure and case.rule is not None and first is not None and first.factor is not None:
+        result["measured"] = cured(case.make, seconds)
+    return result
+
+
+def cured(make: Callable[[bool], Any], seconds: float) -> float:
+    """Rate without the fault over that with it, in turns, each with a loader of its own that is gone before the next."""
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(ROUNDS):
+        for wrong in (True, False):
+            probe = make(wrong)
+            rates[wrong].append(rate_of(probe, seconds))
+            del probe
+            gc.collect()
+    return max(rates[False]) / max(rates[True])
+
+
+def is_right(result: dict[str, Any]) -> bool:
+    above = [rule for rule, share in result["found"] if share >= 0.1]
+    if result["expected"] is None:
+        return not above
+    return bool(result["found"]) and result["found"][0][0] == result["expected"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--one", help="a single case, in this process")
+    parser.add_argument("--no-cure", action="store_true", help="of --one: only the diagnosis")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(one(options.one, options.seconds, cure=not options.no_cure)))
+        return
+    sys.path.insert(0, str(PLANTED))
+    from planted.table import CASES
+
+    results = []
+    for case in CASES:
+        if options.only and case.name not in options.only:
+            continue
+        words = [sys.executable, __file__, "--one", case.name, "--seconds", str(options.seconds)]
+        done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        if done.returncode:
+            print(f"{case.name}: {done.stderr[-500:]}", file=sys.stderr)
+            continue
+        result = json.loads(done.stdout.splitlines()[-1])
+        results.append(result)
+        print(json.dumps(result), flush=True)
+        show(result)
+    score(results)
+
+
+def show(result: dict[str, Any]) -> None:
+    said = ", ".join(f"{rule} {share:.0%}" for rule, share in result["found"][:3]) or "healthy"
+    factors = f"{result['predicted']:.2f} / {result['measured']:.2f}" if "measured" in result else ""
+    mark = "" if is_right(result) else "  WRONG"
+    print(f"{result['case']:28} {result['expected'] or 'healthy':16} {said:55} {factors}{mark}", file=sys.stderr)
+
+
+def score(results: list[dict[str, Any]]) -> None:
+    faults = [one for one in results if one["expected"] is not None]
+    controls = [one for one in results if one["expected"] is None]
+    tried = [one for one in faults if "measured" in one and is_right(one)]
+    close = [one for one in tried if abs(one["predicted"] / one["measured"] - 1) <= RIGHT]
+    later = [one for one in faults if not one["tuned"]]
+    values = {
+        "faults": len(faults),
+        "right": sum(map(is_right, faults)),
+        "later": len(later),
+        "later_right": sum(map(is_right, later)),
+        "controls": len(controls),
+        "controls_right": sum(map(is_right, controls)),
+        "tried": len(tried),
+        "within_20_percent": len(close),
+    }
+    share = [is_right(one) / 1.0 for one in faults] or [0.0]
+    seconds = [one["diagnosis_s"] for one in results] or [0.0]
+    emit(line("doctor: right rule first", [sum(share) / len(share)], "share", **values))
+    emit(line("doctor: a diagnosis", seconds, "s"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What this machine can do at most, measured once and kept: matrix products, copies, the cost of a call, the disk."""
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stoker import console
+from stoker.data.cache import cache_folder
+from stoker.files import write_json
+from stoker.runs.environment import cpu_name, gpu_names
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+REPEATS = 5
+DISK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    products: dict[str, float]  # FLOP/s by precision
+    copy: float  # bytes/s of a copy in the device's memory, read and written
+    call_s: float  # of an operation that does nothing
+    disk: float | None = None  # bytes/s of a file that is not in memory
+    to_device: float | None = None  # bytes/s from pinned memory, on a GPU
+    to_device_pageable: float | None = None
+
+
+def ceilings(device: torch.device) -> Ceilings:
+    """As they were measured on this machine, with these threads and this torch; measured now, if they never were."""
+    key = "|".join([cpu_name(), str(torch.get_num_threads()), device.type, *gpu_names(), torch.__version__])
+    path = cache_folder() / "ceilings.json"
+    known = _read(path)
+    if key not in known:
+        with console.progress("measure the machine", 1, "machine") as bar:
+            known[key] = asdict(_measure(device))
+            bar.advance()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, known)
+    return Ceilings(**known[key])
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        found = json.loads(path.read_text())
+        return {key: value for key, value in found.items() if set(value) == set(Ceilings.__dataclass_fields__)}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _measure(device: torch.device) -> Ceilings:
+    size = 8192 if device.type == "cuda" else 1024
+    products = {}
+    for name, kind in TYPES.items():
+        left, right = (torch.randn(size, size, device=device).to(kind) for _ in range(2))
+        products[name] = 2 * size**3 / _seconds(lambda left=left, right=right: left @ right, device)  # type: ignore[misc]
+    block = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+    other = torch.empty_like(block)
+    copy = 2 * len(block) / _seconds(lambda: other.copy_(block), device)
+    one = torch.zeros(1, device=device)
+    call = _seconds(lambda: [one.add_(0) for _ in range(200)], device) / 200
+    return Ceilings(products, copy, call, _disk(), *_to_device(device))
+
+
+def _to_device(device: torch.device) -> tuple[float | None, float | None]:
+    if device.type != "cuda":
+        return None, None
+    host = torch.empty(64 << 20, dtype=torch.uint8)
+    there = torch.empty_like(host, device=device)
+    pinned = host.pin_memory()
+    quick, slow = (_seconds(lambda one=one: there.copy_(one, non_blocking=True), device) for one in (pinned, host))  # type: ignore[misc]
+    return len(host) / quick, len(host) / slow
+
+
+def _disk() -> float | None:
+    """Of the disk that the cache lies on; the file's pages are dropped before it is read."""
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache_folder()) as file:
+            file.write(os.urandom(DISK_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            begin = time.perf_counter()
+            while file.read(1 << 20):
+                pass
+            return DISK_BYTES / (time.perf_counter() - begin)
+    except OSError:
+        return None
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    spent = []
+    for number in range(REPEATS + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if number >= 2:
+            spent.append(time.perf_counter() - begin)
+    return statistics.median(spent)

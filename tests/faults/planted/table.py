@@ -1,0 +1,64 @@
+"""All planted faults with the rule that should name them, and the healthy controls."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from planted import later, loops
+from stoker.doctor.probe import Probe
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[bool], Probe]
+    rule: str | None  # None: healthy
+    tuned: bool = True  # thresholds were chosen with it in sight
+    quick: bool = False  # goes into the gate: quick, and far from any threshold
+
+    @property
+    def name(self) -> str:
+        return self.make.__name__
+
+
+CASES = (
+    Case(loops.zero_workers, "workers-zero"),
+    Case(loops.many_workers, "workers-many"),
+    Case(loops.far_storage, "fetch-latency", quick=True),
+    Case(loops.lazy_disk, "cold-storage"),
+    Case(loops.shuffled_files, "shuffle", quick=True),
+    Case(loops.slow_collate, "collate", quick=True),
+    Case(loops.python_loop, "host", quick=True),
+    Case(loops.prints, "logging"),
+    Case(loops.slow_logger, "logging"),
+    Case(loops.saves_every_step, "checkpoint"),
+    Case(loops.optimizer_loop, "optimizer"),
+    Case(loops.small_batch, "batch"),
+    Case(loops.padded, "padding", quick=True),
+    Case(loops.doubles, "precision"),
+    Case(loops.recompiles, "recompile", quick=True),
+    Case(loops.hoards, "memory-creep"),
+    Case(loops.ahead_of_memory, "prefetch-memory"),
+    Case(loops.epoch_gap, "epoch-gap"),
+    Case(later.lightning_zero_workers, "workers-zero", tuned=False),
+    Case(later.lightning_prints, "logging", tuned=False),
+    Case(later.slow_generator, "loader", tuned=False, quick=True),
+    Case(later.ragged_attention, "host", tuned=False),
+    Case(later.lists_to_tensors, "collate", tuned=False),
+    Case(later.csv_every_step, "logging", tuned=False),
+    Case(later.activations_saved, "checkpoint", tuned=False),
+    Case(later.sgd_by_hand, "optimizer", tuned=False),
+    Case(later.keeps_graphs, "memory-creep", tuned=False),
+    Case(later.one_image_at_a_time, "batch", tuned=False),
+    Case(later.wide_images, "precision", tuned=False),
+    Case(later.thrashing, "shuffle", tuned=False),
+    Case(later.bucket_far_away, "fetch-latency", tuned=False),
+    Case(later.padded_little_used, "padding", tuned=False),
+    Case(loops.healthy_products, None),
+    Case(loops.healthy_workers, None),
+    Case(loops.healthy_images, None, quick=True),
+    Case(loops.healthy_sequence, None),
+    Case(later.healthy_lightning, None, tuned=False),
+    Case(later.healthy_recurrent, None, tuned=False),
+    Case(later.healthy_deep, None, tuned=False),
+    Case(later.healthy_slow_storage, None, tuned=False),
+    Case(later.healthy_logs_now_and_then, None, tuned=False),
+)
