@@ -26,9 +26,9 @@ from stoker.doctor.rules import RULES, diagnose, verdict
 from stoker.doctor.rules.loader import with_workers
 from stoker.doctor.waterfall import draw, waterfall
 from stoker.errors import UserError
-from stoker.runs.events import EventLog
+from stoker.runs.events import EventLog, read_events
 from stoker.runs.folder import RunFolder
-from stoker.runs.schema import Evaluation, Step
+from stoker.runs.schema import Evaluation, Found, Step
 
 sys.path.insert(0, str(Path(__file__).parent))
 from planted import loops
@@ -138,14 +138,19 @@ def write_run(folder: Path, rates: list[float], judged_s: float = 0.0, ranks: li
     return RunFolder(folder)
 
 
-def test_the_events_of_a_run_tell_what_they_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_events_of_a_run_tell_what_they_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     slowing = write_run(tmp_path / "slowing", [1000.0] * 6 + [500.0] * 6, judged_s=0.5, ranks=[10.0, 10.0, 15.0])
     found = from_events(slowing)
     assert found.drift == pytest.approx(-0.5)
     assert found.slow_rank is not None
     assert found.slow_rank == (2, pytest.approx(0.5))
     assert found.evaluation_share == pytest.approx(0.5 / (0.5 + 0.48))
+    assert commands.at_end(slowing) is None  # six seconds
+    monkeypatch.setattr(commands, "WORTH_S", 1.0)
     assert "evaluating" in (commands.at_end(slowing) or "")
+    assert "evaluation" in [event.rule for event in read_events(slowing.events, Found)]
     assert cli(["doctor", str(slowing.path), "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert {one["rule"] for one in told["findings"]} >= {"evaluation", "drift", "straggler"}
@@ -210,6 +215,10 @@ def test_a_probe_of_ones_own_is_found_and_told(
     assert "my_loop.py:5" in told
     assert cli(["doctor", "my_loop:probe", "--loader.threads", "2"]) == 2
     assert cli(["doctor", "absent:probe"]) == 2
+    (tmp_path / "odd.py").write_text("def raising(): return 1 / 0\ndef number(): return 3\n")
+    assert cli(["doctor", "odd:raising"]) == 2
+    assert "cannot be made: ZeroDivisionError" in capsys.readouterr().err
+    assert cli(["doctor", "odd:number"]) == 2
     assert cli(["doctor"]) == 2
 
 

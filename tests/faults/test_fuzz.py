@@ -19,6 +19,5 @@ def test_mutated_files_are_named_or_give_what_they_gave(name: str) -> None:
 
     counts = fuzz(name, 0, int(CASES * ENOUGH.get(name, 1)), tell)
     assert not bad, "\n".join(bad)
-    assert (
-        len(counts) > 1 or name == "store"
-    )  # some of the mutations change nothing that is read, or nothing that counts
+    # Some of the mutations change nothing that is read, or nothing that counts; of a long file of settings hardly one.
+    assert len(counts) > 1 or name in ("store", "settings")

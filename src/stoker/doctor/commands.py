@@ -18,13 +18,15 @@ from stoker.doctor.rules import diagnose, verdict
 from stoker.doctor.waterfall import Bar, draw, waterfall
 from stoker.errors import UserError
 from stoker.files import write_bytes
-from stoker.launch.targets import Target, resolve_target
+from stoker.launch.targets import BUILT_IN, Target, resolve_target
 from stoker.runs.events import EventLog
 from stoker.runs.folder import RunFolder, open_run
 from stoker.runs.schema import Found
 
 SLOWER = 0.05  # of the rate, from which a run counts as slower than another
 VERIFY_ROUNDS = 3
+CERTAIN = ("evaluation", "saving", "drift", "straggler", "recompile")  # rules that need no trial
+WORTH_S = 60.0  # of training: of a shorter run nobody wants to know
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def examine(words: str, overrides: list[str], seconds: float, *, trusted: bool =
 
 
 def _run_of(words: str) -> RunFolder | None:
-    if not words.endswith((".yaml", ".yml")) and ":" not in words:
+    if not words.endswith((".yaml", ".yml")) and ":" not in words and words not in BUILT_IN:
         try:
             return open_run(Path(words))
         except UserError:
@@ -188,15 +190,13 @@ def against(path: str, other: str, share: float = SLOWER) -> Comparison:
 def at_end(run: RunFolder) -> str | None:
     """One line after training, where the events alone leave no doubt."""
     try:
-        findings = [one for one in diagnose(from_events(run)) if one.share >= WARNING and one.rule in CERTAIN]
+        found = from_events(run)
     except UserError:
         return None
-    if not findings:
+    findings = [one for one in diagnose(found) if one.share >= WARNING and one.rule in CERTAIN]
+    if not findings or found.run is None or sum(found.run.seconds) < WORTH_S:
         return None
     with suppress(OSError), EventLog(run.events) as log:
         for one in findings:
             log.write(Found(rule=one.rule, share=round(one.share, 4), sentence=one.sentence, change=one.change))
     return f"doctor: {findings[0].sentence} `stoker doctor {run.path}` says more."
-
-
-CERTAIN = ("evaluation", "saving", "drift", "straggler", "recompile")

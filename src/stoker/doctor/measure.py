@@ -32,7 +32,7 @@ LEAST_STEPS, MOST_STEPS = 6, 400
 COUNTED = 0.6  # of the time of operations: with less of it counted no floor is told
 MORE = 4  # times the samples, to see what a step costs that does not depend on them
 ROUNDS = 2  # in which the run and the resident step take turns
-STUCK_S = 60.0  # a trial that does not move for so long is given up
+STUCK_S = 300.0  # a trial that does not move for so long is given up
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,15 @@ def find_probe(words: str) -> Probe | None:
         if error.name is None or not name.startswith(error.name):
             raise
         raise UserError(f"There is no module {name} to take the probe {words!r} from.") from error
-    made = found() if callable(found) and not isinstance(found, type) and not hasattr(found, "presets") else found
-    return made if isinstance(made, Probe) else None
+    if not callable(found) or isinstance(found, type):
+        return found if isinstance(found, Probe) else None
+    try:
+        made = found()
+    except Exception as error:
+        raise UserError(f"The probe {words} cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Probe):
+        raise UserError(f"{words} gives a {type(made).__name__}, and a probe must be a stoker.Probe.")
+    return made
 
 
 @contextmanager

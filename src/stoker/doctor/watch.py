@@ -35,6 +35,8 @@ class Watch:
                 signal.signal(signal.SIGUSR2, lambda number, frame: self._tell())
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
     def __len__(self) -> int:

@@ -22,7 +22,7 @@ class Case:
 CASES = (
     Case(loops.zero_workers, "workers-zero"),
     Case(loops.many_workers, "workers-many"),
-    Case(loops.far_storage, "fetch-latency", quick=True),
+    Case(loops.far_storage, "fetch-latency"),
     Case(loops.lazy_disk, "cold-storage"),
     Case(loops.shuffled_files, "shuffle", quick=True),
     Case(loops.slow_collate, "collate", quick=True),
@@ -32,7 +32,7 @@ CASES = (
     Case(loops.saves_every_step, "checkpoint"),
     Case(loops.optimizer_loop, "optimizer"),
     Case(loops.small_batch, "batch"),
-    Case(loops.padded, "padding", quick=True),
+    Case(loops.padded, "padding"),
     Case(loops.doubles, "precision"),
     Case(loops.recompiles, "recompile", quick=True),
     Case(loops.hoards, "memory-creep"),
