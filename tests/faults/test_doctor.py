@@ -15,7 +15,7 @@ import torch
 
 import stoker
 from stoker.cli import run as cli
-from stoker.doctor import commands, ledger
+from stoker.doctor import commands, history, ledger
 from stoker.doctor.ceilings import ceilings
 from stoker.doctor.finding import Finding, ranked
 from stoker.doctor.history import from_events
@@ -141,6 +141,7 @@ def write_run(folder: Path, rates: list[float], judged_s: float = 0.0, ranks: li
 def test_the_events_of_a_run_tell_what_they_can(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(history, "LEAST_S", 1.0)
     slowing = write_run(tmp_path / "slowing", [1000.0] * 6 + [500.0] * 6, judged_s=0.5, ranks=[10.0, 10.0, 15.0])
     found = from_events(slowing)
     assert found.drift == pytest.approx(-0.5)
@@ -162,6 +163,23 @@ def test_the_events_of_a_run_tell_what_they_can(
     assert "holds no steps yet" in capsys.readouterr().err
 
 
+def test_damaged_records_and_runs_are_passed_over_or_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger.record("host", "here", 2.0, 1.9)
+    with ledger.ledger_path().open("ab") as file:
+        file.write(b'{"rule": "x", "name": "y", "predicted": "z", "measured": 1, "when": 1}\n\xff\xfe\n[1]\n')
+    assert cli(["doctor", "--record"]) == 0
+    assert "host" in capsys.readouterr().out
+    assert len(list(ledger.entries())) == 1
+    assert cli(["doctor", str(write_run(tmp_path / "zero", [float("inf")] * 3).path)]) == 2
+    assert "do not say how long they took" in capsys.readouterr().err
+    every = write_run(tmp_path / "every", [1000.0] * 8)
+    lines = [json.loads(line) for line in every.events.read_text().splitlines()]
+    every.events.write_text("".join(json.dumps({**line, "step_ms": line["step_ms"][:1]}) + "\n" for line in lines))
+    found = from_events(every)  # a step an interval
+    assert found.run is not None
+    assert found.run.mean == pytest.approx(0.032)
+
+
 def test_two_runs_are_compared_leg_by_leg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = write_run(tmp_path / "old", [1000.0] * 8), write_run(tmp_path / "new", [800.0] * 8)
     assert cli(["doctor", str(new.path), "--against", str(old.path)]) == 1
@@ -177,6 +195,10 @@ def test_what_cannot_be_measured_is_said_and_the_rest_is() -> None:
     assert raising.drained_s is not None
     empty = measure(stoker.Probe([], print), 0.1)
     assert "not a single batch" in empty.troubles[0]
+    none = measure(stoker.Probe([None] * 5, lambda batch: None, num_samples=lambda batch: 1), 0.1)
+    assert none.run is not None
+    leaving = measure(stoker.Probe(batches, lambda batch: sys.exit(3)), 0.1)
+    assert any("SystemExit" in trouble for trouble in leaving.troubles)
     assert verdict(empty, diagnose(empty)) == "Nothing could be measured."
     bare = measure(stoker.Probe(batches, lambda batch: batch[0].sum()), 0.1)
     assert bare.run is not None
@@ -219,6 +241,16 @@ def test_a_probe_of_ones_own_is_found_and_told(
     assert cli(["doctor", "odd:raising"]) == 2
     assert "cannot be made: ZeroDivisionError" in capsys.readouterr().err
     assert cli(["doctor", "odd:number"]) == 2
+    (tmp_path / "broken.py").write_text("def (:\n")
+    assert cli(["doctor", "broken:probe"]) == 2
+    assert "SyntaxError" in capsys.readouterr().err
+    (tmp_path / "loud.py").write_text(
+        "import torch, stoker\nprobe = stoker.Probe([torch.ones(4)] * 5, lambda batch: print('so loud'))\n"
+    )
+    cli(["doctor", "loud:probe", "--seconds", "0.1", "--json"])
+    assert json.loads(capsys.readouterr().out)["name"] == "probe"
+    for seconds in ("0", "-1", "inf", "nan"):
+        assert cli(["doctor", "loud:probe", "--seconds", seconds]) == 2
     assert cli(["doctor"]) == 2
 
 

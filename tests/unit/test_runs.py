@@ -3,6 +3,7 @@ import math
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from stoker.errors import UserError
 from stoker.runs import schema
 from stoker.runs.events import EventLog, read_events
-from stoker.runs.folder import create_run, list_runs, open_run
+from stoker.runs.folder import RunFolder, create_run, list_runs, open_run
 
 
 def step(number: int, **values: Any) -> schema.Step:
@@ -98,3 +99,20 @@ def test_a_bad_name_or_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> Non
         open_run(tmp_path / "absent")
     with pytest.raises(UserError, match=r"config\.yaml"):
         open_run(tmp_path)
+
+
+def test_a_key_that_came_later_stands_for_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of earlier versions go on."""
+    from stoker import settings
+    from stoker.launch import checks
+    from stoker.launch.targets import resolve_target
+
+    saved = settings.kept_values(resolve_target("icecube", []).config)
+    for key in ("model.energy", "train.patience", "data.truth"):
+        del saved[key]
+    snapshot = SimpleNamespace(state={"settings": json.loads(json.dumps(saved))})
+    monkeypatch.setattr(checks.checkpoint, "read_checkpoint", lambda path: snapshot)
+    checks.check_unchanged(RunFolder(tmp_path), tmp_path, resolve_target("icecube", []), ())
+    for words in (["--model.energy", "true"], ["--train.lr", "0.5"]):
+        with pytest.raises(UserError, match=words[0][2:]):
+            checks.check_unchanged(RunFolder(tmp_path), tmp_path, resolve_target("icecube", words), ())

@@ -1,9 +1,10 @@
 """What `stoker doctor` does: trials of a target or a probe, the events of a run, changes and their proof, two runs beside
 each other."""
 
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from stoker.runs.folder import RunFolder, open_run
 from stoker.runs.schema import Found
 
 SLOWER = 0.05  # of the rate, from which a run counts as slower than another
+MOST_S = 600.0  # of a measurement
 VERIFY_ROUNDS = 3
 CERTAIN = ("evaluation", "saving", "drift", "straggler", "recompile")  # rules that need no trial
 WORTH_S = 60.0  # of training: of a shorter run nobody wants to know
@@ -38,7 +40,7 @@ class Diagnosis:
 
     @property
     def is_well(self) -> bool:
-        return not any(one.share >= WARNING for one in self.findings)
+        return self.measured.run is not None and not any(one.share >= WARNING for one in self.findings)
 
     def as_json(self) -> dict[str, Any]:
         found = self.measured
@@ -67,6 +69,8 @@ class Diagnosis:
 
 def examine(words: str, overrides: list[str], seconds: float, *, trusted: bool = False) -> Diagnosis:
     """A target, a probe, or the folder of a run."""
+    if not 0 < seconds <= MOST_S:
+        raise UserError(f"--seconds is {seconds}; a measurement takes more than 0 and at most {MOST_S:.0f} s.")
     run = _run_of(words)
     if run is not None:
         if overrides:
@@ -77,7 +81,8 @@ def examine(words: str, overrides: list[str], seconds: float, *, trusted: bool =
             f"trial: `stoker doctor {run.config}`."
         ]
         return Diagnosis(found, diagnose(found), waterfall(found), notes)
-    with _opened(words, overrides, trusted=trusted) as (probe, _):
+    # Results are printed to standard output: what a probe says goes elsewhere.
+    with redirect_stdout(sys.stderr), _opened(words, overrides, trusted=trusted) as (probe, _):
         found = measure(probe, seconds)
     return Diagnosis(found, diagnose(found), waterfall(found))
 

@@ -1,5 +1,6 @@
 """What the events of a run can tell, without running anything: where its time went, and whether it got slower."""
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from stoker.runs.events import read_events
 from stoker.runs.folder import RunFolder
 
 LEAST = 6  # intervals, to speak of a trend
+LEAST_S = 60.0  # of steps, to speak of anything that a moment of the machine could explain
 
 
 def from_events(run: RunFolder) -> Measured:
@@ -22,11 +24,13 @@ def from_events(run: RunFolder) -> Measured:
             f"{run.path} holds no steps yet: there is nothing to look at. `stoker doctor TARGET` runs trials."
         )
     found = Measured(name=run.path.name)
-    durations = [one / 1e3 for event in steps for one in event.step_ms[1:]]  # the first of an interval may compile
-    rates = [event.samples_per_s for event in steps]
-    waits = [event.wait_share for event in steps]
-    if not durations:
-        durations = [1 / rate for rate in rates if rate > 0]
+    # The first step of an interval may have compiled.
+    taken = [one / 1e3 for event in steps for one in (event.step_ms[1:] or event.step_ms)]
+    durations = [one for one in taken if math.isfinite(one) and one > 0]
+    rates = [event.samples_per_s for event in steps if math.isfinite(event.samples_per_s) and event.samples_per_s > 0]
+    waits = [event.wait_share for event in steps if math.isfinite(event.wait_share)]
+    if not durations or not rates or not waits:
+        raise UserError(f"The steps of {run.path} do not say how long they took: there is nothing to look at.")
     mean = statistics.fmean(durations)
     found.run = Leg(tuple(durations))
     found.samples = statistics.median(rates) * mean
@@ -34,7 +38,7 @@ def from_events(run: RunFolder) -> Measured:
     found.settings = _settings(run.config)
     found.loader = LoaderFacts("stoker", found.settings.get("loader.threads"), found.settings.get("loader.look_ahead"))
     _outside(run, found, sum(one / 1e3 for event in steps for one in event.step_ms) or sum(durations))
-    if len(rates) >= LEAST:
+    if len(rates) >= LEAST and sum(durations) >= LEAST_S:
         third = len(rates) // 3
         found.drift = statistics.median(rates[-third:]) / max(statistics.median(rates[:third]), 1e-9) - 1
         found.grown_bytes = _growth(steps)
@@ -42,8 +46,8 @@ def from_events(run: RunFolder) -> Measured:
     late = [event for event in compiled if event.step > 20]
     found.graphs = sum(event.graphs for event in late)
     found.graphs_s = sum(event.seconds for event in late) / len(durations)
-    ranks = [event.rank_ms for event in steps if event.rank_ms]
-    if ranks:
+    ranks = [event.rank_ms for event in steps if len(event.rank_ms) > 1]
+    if ranks and sum(durations) >= LEAST_S:
         typical = [statistics.median(values) for values in zip(*ranks, strict=False)]
         slowest = max(range(len(typical)), key=typical.__getitem__)
         others = (

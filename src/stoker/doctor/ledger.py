@@ -1,6 +1,7 @@
 """What was predicted and what came of it: one line a trial, kept with the user's state, and the score over all of them."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -40,14 +41,17 @@ def record(rule: str, name: str, predicted: float, measured: float) -> Entry:
 def entries() -> Iterator[Entry]:
     """All that can be read; half a line that a kill left is passed over."""
     try:
-        lines = ledger_path().read_text().splitlines()
+        lines = ledger_path().read_text(errors="replace").splitlines()
     except OSError:
         return
     for line in lines:
         try:
-            yield Entry(**json.loads(line))
+            one = Entry(**json.loads(line))
+            numbers = float(one.predicted), float(one.measured), float(one.when)
         except (ValueError, TypeError):
             continue
+        if all(map(math.isfinite, numbers)):
+            yield Entry(str(one.rule), str(one.name), *numbers)
 
 
 def score() -> list[tuple[str, ...]]:

@@ -32,6 +32,7 @@ LEAST_STEPS, MOST_STEPS = 6, 400
 COUNTED = 0.6  # of the time of operations: with less of it counted no floor is told
 MORE = 4  # times the samples, to see what a step costs that does not depend on them
 ROUNDS = 2  # in which the run and the resident step take turns
+NOTHING = object()  # what a loader without batches gives: a batch may be None
 STUCK_S = 300.0  # a trial that does not move for so long is given up
 
 
@@ -137,7 +138,7 @@ def _try(found: Measured, name: str, leg: Callable[[], None]) -> None:
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         found.troubles.append(f"{name}: out of memory")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         words = str(error).strip().splitlines()
         found.troubles.append(f"{name}: {type(error).__name__}: {words[0] if words else ''}")
 
@@ -169,7 +170,7 @@ def _run_and_resident(probe: Probe, found: Measured, kept: list[Any], seconds: f
     """Turn and turn about, so that whatever else the machine does falls on both."""
     source = Endless(probe.loader)
     first = source.take()
-    if first is None:
+    if first is NOTHING:
         raise ValueError("the loader gives not a single batch")
     kept.append(first)
     found.samples, found.batch_bytes = probe.samples_of(first), num_bytes(first)
@@ -219,7 +220,7 @@ def _skip_what_lay_ready(probe: Probe, source: "Endless", found: Measured, secon
     deadline = time.perf_counter() + seconds
     for _ in range(min(ahead, MOST_STEPS)):
         batch = source.take()
-        if batch is None or time.perf_counter() > deadline:
+        if batch is NOTHING or time.perf_counter() > deadline:
             return
         probe.step(batch)
     _synchronise(probe)
@@ -232,7 +233,7 @@ def timed_steps(probe: Probe, source: "Endless", seconds: float) -> Iterator[tup
     while done < LEAST_STEPS or (time.perf_counter() - begin < seconds and done < MOST_STEPS):
         asked = time.perf_counter()
         batch = source.take()
-        if batch is None:
+        if batch is NOTHING:
             return
         got = time.perf_counter()
         probe.step(batch)
@@ -275,11 +276,11 @@ def _drain(probe: Probe, found: Measured, seconds: float) -> None:
     """What the loader can do at most: its batches are taken and dropped."""
     source = Endless(probe.loader)
     for _ in range(found.loader.made_ahead + 1):
-        if source.take() is None:
+        if source.take() is NOTHING:
             return
     begin, done = time.perf_counter(), 0
     while done < LEAST_STEPS or (time.perf_counter() - begin < seconds / 2 and done < MOST_STEPS):
-        if source.take() is None:
+        if source.take() is NOTHING:
             break
         done += 1
     found.drained_s = (time.perf_counter() - begin) / max(1, done)
@@ -349,13 +350,14 @@ class Endless:
         self._loader, self._batches = loader, iter(loader)
         self.began = False
 
-    def take(self) -> Any | None:
+    def take(self) -> Any:
+        """The next batch; NOTHING: the loader has none."""
         self.began = False
         for batch in islice(self._batches, 1):
             return batch
         self.began = True
         self._batches = iter(self._loader)
-        return next(self._batches, None)
+        return next(self._batches, NOTHING)
 
     def rest(self) -> None:
         """Loaders go on making batches ahead, up to their limit; a moment later they stand still."""

@@ -42,13 +42,13 @@ class Probe:
 
     def samples_of(self, batch: Any) -> int:
         if self.num_samples is not None:
-            return int(self.num_samples(batch))
+            return max(0, int(self.num_samples(batch)))
         first = next((tensor for tensor in tensors_in(batch) if tensor.ndim), None)
         return 1 if first is None else len(first)
 
     @property
     def device(self) -> torch.device:
-        parameter = None if self.model is None else next(self.model.parameters(), None)
+        parameter = next(self.model.parameters(), None) if isinstance(self.model, nn.Module) else None
         return torch.device("cpu") if parameter is None else parameter.device
 
 
@@ -61,14 +61,16 @@ def find_probe(words: str) -> Probe | None:
     try:
         found = getattr(importlib.import_module(name), attribute.partition(":")[0], None)
     except ModuleNotFoundError as error:
-        if error.name is None or not name.startswith(error.name):
-            raise
-        raise UserError(f"There is no module {name} to take the probe {words!r} from.") from error
+        if error.name is not None and name.startswith(error.name):
+            raise UserError(f"There is no module {name} to take the probe {words!r} from.") from error
+        raise UserError(f"The module {name} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise UserError(f"The module {name} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(found) or isinstance(found, type):
         return found if isinstance(found, Probe) else None
     try:
         made = found()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"The probe {words} cannot be made: {type(error).__name__}: {error}") from error
     if not isinstance(made, Probe):
         raise UserError(f"{words} gives a {type(made).__name__}, and a probe must be a stoker.Probe.")

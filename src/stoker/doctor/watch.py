@@ -16,6 +16,7 @@ from stoker.doctor.looks import growth
 from stoker.doctor.measure import Leg, Measured
 from stoker.doctor.rules import diagnose, verdict
 
+LEAST_STEPS = 20  # to speak of a cause
 MEMORY_EVERY = 16  # steps
 KEPT = 1 << 16  # steps that are remembered
 
@@ -32,12 +33,17 @@ class Watch:
         self._samples, self._process = 0, psutil.Process()
         if threading.current_thread() is threading.main_thread():
             with suppress(ValueError, OSError):
+                if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
+                    raise ValueError("somebody else's")
                 signal.signal(signal.SIGUSR2, lambda number, frame: self._tell())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+    def __bool__(self) -> bool:
+        return True
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -87,11 +93,10 @@ class Watch:
         return found
 
     def findings(self) -> list[Finding]:
-        return diagnose(self.measured())
+        return diagnose(self.measured()) if len(self._steps) >= LEAST_STEPS else []
 
     def _tell(self) -> None:
-        found = self.measured()
-        findings = diagnose(found)
+        found, findings = self.measured(), self.findings()
         if found.run is None:
             return
         head = f"stoker.watch: {len(self._steps):,} steps of {1e3 * found.run.mean:.2f} ms, "

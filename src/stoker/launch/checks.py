@@ -43,7 +43,9 @@ def check_unchanged(run: RunFolder, found: Path | None, target: Target, override
         saved, origin = _flat(settings.read_yaml(run.config)), f"{run.config}"
     named = {word.removeprefix("--").partition("=")[0] for word in overrides if word.startswith("--")}
     now = json.loads(json.dumps(settings.kept_values(target.config)))
-    changed = {key: (saved.get(key), value) for key, value in now.items() if saved.get(key) != value}
+    # A key that did not exist when the run began stands for its default.
+    known = {key: value for key, value in now.items() if key in saved or target.origins.get(key) != "default"}
+    changed = {key: (saved.get(key), value) for key, value in known.items() if saved.get(key) != value}
     unnamed = {key: values for key, values in changed.items() if key not in (*named, *HARMLESS) and key[:4] != "log."}
     if unnamed:
         listed = "; ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in unnamed.items())

@@ -268,6 +268,10 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, Tensor] = {}
     for parameter, moments in optimizer.state.items():
+        if id(parameter) not in names:
+            raise UserError(
+                f"{type(optimizer).__name__} keeps something beside what it keeps of parameters: a checkpoint does not hold it."
+            )
         for kind, value in moments.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 number = torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)

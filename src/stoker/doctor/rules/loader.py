@@ -251,7 +251,10 @@ def loader(found: Measured) -> Finding | None:
     if loader_cause(found) != "loader":
         return None
     assert found.resident is not None
-    sentence = "The loader is the limit; it is an iterable that does not show what it is made of."
+    made_of = "it is an iterable that does not show what it is made of"
+    if found.loader.kind == "DataLoader":
+        made_of = f"a DataLoader with {found.loader.workers} workers; `stoker doctor module:probe` looks into it"
+    sentence = f"The loader is the limit; {made_of}."
     change = "make batches in other threads or processes: stoker.from_dataset(...), or a DataLoader with workers"
     return _stall_finding(found, "loader", sentence, change, found.resident.mean)
 

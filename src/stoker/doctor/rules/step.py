@@ -101,7 +101,7 @@ def precision(found: Measured) -> Finding | None:
 def batch(found: Measured) -> Finding | None:
     if found.run is None or found.resident is None or found.once_s is None or found.more_s is None:
         return None
-    growing = max((found.more_s - found.once_s) / (MORE - 1), 1e-9)
+    growing = max((found.more_s - found.once_s) / (MORE - 1), found.once_s / 64)
     fixed = max(0.0, found.once_s - growing)
     known = sum(found.lines.share(kind) for kind in ("logging", "checkpoint"))
     known += found.lines.share("optimizer") if optimizer(found) is not None else 0.0
@@ -111,7 +111,7 @@ def batch(found: Measured) -> Finding | None:
         return None
     times = min(64.0, max(2.0, WHOLE / (1 - WHOLE) * fixed / growing))
     after = (fixed + times * growing) / times  # for as many samples as now
-    factor, low, high = predicted(found, found.run.mean - found.resident.mean + after, spread=0.2)
+    factor, low, high = predicted(found, max(0.0, found.run.mean - found.resident.mean) + after, spread=0.2)
     sentence = f"{share:.0%} of the step does not depend on how many samples it has: the batch is too small."
     change = (
         f"a batch of {round(times * found.samples):,} instead of {found.samples:,.0f}, and a learning rate to match"
