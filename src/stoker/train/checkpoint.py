@@ -270,7 +270,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     for parameter, moments in optimizer.state.items():
         if id(parameter) not in names:
             raise UserError(
-                f"{type(optimizer).__name__} keeps something beside what it keeps of parameters: a checkpoint does not hold it."
+                f"{type(optimizer).__name__} keeps something that is of no parameter: a checkpoint does not hold it."
             )
         for kind, value in moments.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
