@@ -27,7 +27,7 @@ from stoker.runs.schema import Found
 SLOWER = 0.05  # of the rate, from which a run counts as slower than another
 MOST_S = 600.0  # of a measurement
 VERIFY_ROUNDS = 3
-CERTAIN = ("evaluation", "saving", "drift", "straggler", "recompile")  # rules that need no trial
+CERTAIN = ("evaluation", "saving", "straggler", "recompile")  # rules that no other work of the machine explains
 WORTH_S = 60.0  # of training: of a shorter run nobody wants to know
 
 
