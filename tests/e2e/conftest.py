@@ -42,8 +42,9 @@ SMALL = [
 
 
 SLOW = bool(os.environ.get("STOKER_SLOW"))
-# Further cases of what the gate tries once: they would take it beyond its twenty minutes.
-slow = pytest.mark.skipif(not SLOW, reason="make test-slow")
+# What would take the gate beyond its twenty minutes: mostly further cases of what it tries once, on more ranks or with other
+# data, and trainings of minutes. `make test-slow` runs them.
+slow = pytest.mark.skipif(not SLOW, reason="takes longer than the gate has; make test-slow runs it")
 
 
 @dataclass(frozen=True)

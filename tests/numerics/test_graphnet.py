@@ -116,7 +116,9 @@ def test_every_pulse_arrives_where_it_was(tmp_path: Path, kind: str) -> None:
     assert set(events.open_geometry(as_layout(path)).efficiency) == {np.float32(1.0), np.float32(1.35)}
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="the examples of GraphNeT are not here")
+# Files of others, which lie beside the project and are not part of it; `test_every_pulse_arrives_where_it_was` compares the
+# same with files of the same columns that are made here, everywhere.
+@pytest.mark.skipif(not REAL.is_dir(), reason="real files of GraphNeT lie beside the project, and not here")
 @pytest.mark.parametrize("name", ["prometheus-events.db", "oscNext_genie_level7_v02_first_5_frames.db",
                                   "upgrade_genie_step4_140028_000998_first_5_frames.db"])  # fmt: skip
 def test_real_files_hold_what_sqlite_says(name: str) -> None:

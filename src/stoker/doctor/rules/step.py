@@ -26,28 +26,24 @@ def _without(
     return Finding(name, share, sentence, change, evidence, factor, low, high)
 
 
-@rule("logging")
-def logging(found: Measured) -> Finding | None:
+def _beside_training(found: Measured, kind: str, sentence: str, change: str) -> Finding | None:
+    """What a step does that is no training, by the lines it is in."""
     if found.run is None or found.resident is None:
         return None
-    share = _step_share(found, found.lines.share("logging"))
-    if share < 0.02:
-        return None
-    sentence = "Printing or logging holds every step up."
+    share = _step_share(found, found.lines.share(kind))
+    return _without(found, kind, share, sentence, change, tuple(found.lines.top(3, kind))) if share >= 0.02 else None
+
+
+@rule("logging")
+def logging(found: Measured) -> Finding | None:
     change = "log every 50th step, and only then ask for numbers"
-    return _without(found, "logging", share, sentence, change, tuple(found.lines.top(3, "logging")))
+    return _beside_training(found, "logging", "Printing or logging holds every step up.", change)
 
 
 @rule("checkpoint")
 def checkpoint(found: Measured) -> Finding | None:
-    if found.run is None or found.resident is None:
-        return None
-    share = _step_share(found, found.lines.share("checkpoint"))
-    if share < 0.02:
-        return None
-    sentence = "A checkpoint is written inside the step."
     change = "save every few hundred steps, from a copy and in another thread"
-    return _without(found, "checkpoint", share, sentence, change, tuple(found.lines.top(3, "checkpoint")))
+    return _beside_training(found, "checkpoint", "A checkpoint is written inside the step.", change)
 
 
 @rule("optimizer")

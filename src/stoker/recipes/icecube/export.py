@@ -17,8 +17,8 @@ from stoker.recipes.icecube.batch import EventBatch
 from stoker.recipes.icecube.data import load_rows, open_all
 from stoker.recipes.icecube.geometry import geometry_of
 from stoker.train.evaluate import judged
+from stoker.train.onnx_file import check_out, onnx_file
 
-OPSET = 18
 CHECKED = 16  # events that the exported model is compared on
 INPUTS = ("time", "charge", "auxiliary", "dom_offsets", "sensor", "event_offsets")
 
@@ -46,36 +46,16 @@ class Flat(nn.Module):
 
 def export(model: Trained, out: Path, samples: Path | None) -> Mapping[str, Any]:
     """Writes `out`, and compares its answers on real events with PyTorch's."""
-    if out.suffix != ".onnx":
-        raise UserError(f"--out {out} should end in .onnx.")
-    if out.exists():
-        raise UserError(f"{out} exists, and nothing is overwritten: remove it, or name another --out.")
-    try:
-        import onnx
-        import onnxruntime
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise UserError("An export needs onnx and onnxruntime: pip install 'stoker[export]'.") from error
+    check_out(out)
     events = _events(model, samples)
     network = Flat(model.task.model.cpu().float())
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        with judged(network):
-            _write(network, events[1:3], partial)
-            written = onnx.load(partial)
-            onnx.helper.set_model_props(written, _about(model))
-            onnx.save(written, partial)
-            session = onnxruntime.InferenceSession(str(partial), providers=["CPUExecutionProvider"])
-            differences = [_difference(network, session, batch) for batch in events]
-            largest = float(np.max(differences))  # not a number, if one of them is none
+    example = {name: getattr(events[1], name) for name in INPUTS}
+    free = {name: {0: torch.export.Dim.DYNAMIC} for name in INPUTS}
+    with judged(network), onnx_file(network, example, free, "answers", _about(model), out) as session:
+        differences = [_difference(network, session, batch) for batch in events]
+        largest = float(np.max(differences))  # not a number, if one of them is none
         if not largest <= 1e-3:
             raise UserError(f"The exported model does not give PyTorch's answers: they differ by up to {largest:.2g}.")
-        partial.rename(out)
-    except torch.onnx.OnnxExporterError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"PyTorch cannot write this model as ONNX: {reason}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return {
         "path": str(out),
         "inputs": list(INPUTS),
@@ -99,22 +79,6 @@ def _events(model: Trained, samples: Path | None) -> list[EventBatch]:
         )
     cpu = torch.device("cpu")
     return [load_rows(data.stages, some, cpu) for some in (rows[:1], rows[1:3], rows[3:])]
-
-
-def _write(network: nn.Module, examples: list[EventBatch], out: Path) -> None:
-    one = examples[0]
-    torch.onnx.export(
-        network,
-        tuple(getattr(one, name) for name in INPUTS),
-        str(out),
-        input_names=list(INPUTS),
-        output_names=["answers"],
-        dynamic_shapes={name: {0: torch.export.Dim.DYNAMIC} for name in INPUTS},
-        opset_version=OPSET,
-        dynamo=True,
-        external_data=False,
-        verbose=False,
-    )
 
 
 def _difference(network: nn.Module, session: Any, batch: EventBatch) -> float:

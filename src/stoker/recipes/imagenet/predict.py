@@ -28,6 +28,7 @@ from stoker.recipes.imagenet.resize import MEAN, STD
 from stoker.recipes.imagenet.subset import choose
 from stoker.recipes.imagenet.tars import ENDINGS
 from stoker.train import parallel
+from stoker.train.onnx_file import check_out, onnx_file
 from stoker.train.precision import autocast
 from stoker.train.predict import Parts, predict_in_parts, remove, tables
 
@@ -36,7 +37,6 @@ PART_IMAGES = 4096
 BEST = 5  # classes of an image that are told
 SHOWN = 10  # images whose answers are printed
 CHECKED = 16  # images that an export is compared on
-OPSET = 18
 
 
 def predict(model: Trained, out: Path | None) -> Mapping[str, Any]:
@@ -179,42 +179,16 @@ def as_batch(samples: Any, config: ImageNetData) -> ImageBatch:
 
 def export(model: Trained, out: Path, samples: Path | None) -> Mapping[str, Any]:
     """ONNX with a free batch size, and its answers on real images compared with PyTorch's."""
-    if out.suffix != ".onnx":
-        raise UserError(f"--out {out} should end in .onnx.")
-    if out.exists():
-        raise UserError(f"{out} exists, and nothing is overwritten: remove it, or name another --out.")
-    try:
-        import onnx
-        import onnxruntime
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise UserError("An export needs onnx and onnxruntime: pip install 'stoker[export]'.") from error
+    check_out(out)
     files = map(_read, find_images(samples)[:CHECKED]) if samples else _own_samples(model)
     images, kept = load(files, model.config.data, [])
     if not kept:
         raise UserError("None of the images to check with can be decoded. Name others: --data DIR.")
     network = model.task.model.cpu().float().eval()
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        # Exported with two images: a size of one would be taken for a constant.
-        example = images[:1].repeat(2, 1, 1, 1).contiguous()
-        torch.onnx.export(
-            network,
-            (example,),
-            str(partial),
-            input_names=["images"],
-            output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
-            opset_version=OPSET,
-            dynamo=True,
-            external_data=False,
-            verbose=False,
-        )
-        about = _about(model)
-        written = onnx.load(partial)
-        onnx.helper.set_model_props(written, about)
-        onnx.save(written, partial)
-        session = onnxruntime.InferenceSession(str(partial), providers=["CPUExecutionProvider"])
+    # Exported with two images: a size of one would be taken for a constant.
+    example = {"images": images[:1].repeat(2, 1, 1, 1).contiguous()}
+    free, about = ({0: torch.export.Dim("batch", min=1)},), _about(model)
+    with onnx_file(network, example, free, "logits", about, out) as session:
         theirs = session.run(None, {"images": images.contiguous().numpy()})[0]
         with torch.inference_mode():
             ours = network(images.contiguous()).numpy()
@@ -223,12 +197,6 @@ def export(model: Trained, out: Path, samples: Path | None) -> Mapping[str, Any]
             raise UserError(
                 f"The exported model does not give PyTorch's answers: logits differ by up to {largest:.2g}."
             )
-        partial.rename(out)
-    except torch.onnx.OnnxExporterError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"PyTorch cannot write {model.config.model.name} as ONNX: {reason}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     size = model.config.data.validation_size or model.config.data.size
     return {
         "path": str(out),
