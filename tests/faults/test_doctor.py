@@ -186,6 +186,8 @@ def test_two_runs_are_compared_leg_by_leg(tmp_path: Path, capsys: pytest.Capture
     assert "slower: 0.80" in capsys.readouterr().out
     assert cli(["doctor", str(old.path), "--against", str(new.path)]) == 0
     assert cli(["doctor", str(new.path), "--against", str(old.path), "--slower", "0.3"]) == 0
+    for words in (["--verify", "--against", str(old.path)], ["--slower", "0.3"], ["--record"]):
+        assert cli(["doctor", str(new.path), *words]) == 2
 
 
 def test_what_cannot_be_measured_is_said_and_the_rest_is() -> None:

@@ -246,6 +246,12 @@ class Doctor:
     def run(self, overrides: list[str]) -> int:
         from stoker.doctor import commands, ledger
 
+        if self.record and self != Doctor(record=True, json=self.json):
+            raise UserError("--record shows what was verified so far, and takes no other option than --json.")
+        if self.against is not None and (self.apply is not None or self.verify or self.seconds != Doctor.seconds):
+            raise UserError("--against compares what two runs wrote down: nothing is measured, applied or verified.")
+        if self.against is None and self.slower != Doctor.slower:
+            raise UserError("--slower is for --against.")
         if self.record:
             rows = ledger.score()
             print_result(rows, console.table(rows) if len(rows) > 1 else "nothing was verified yet", as_json=self.json)
