@@ -1,6 +1,6 @@
 """How often the doctor is right: planted faults and healthy controls, each diagnosed, then cured and measured again.
 
-    python benchmarks/doctor.py [--only NAME ...] [--seconds 2]
+    python benchmarks/doctor.py [--only NAME ...] [--seconds 2] [--gpu]
 
 One JSON line a case, a table for people on standard error, and the score as the last line. Every case runs in a process of
 its own, with one thread for torch, so that its step does not take the core that its loader needs.
@@ -18,7 +18,7 @@ from typing import Any
 
 from measure import emit, line
 
-from stoker.doctor.measure import rate_of
+from stoker.doctor.legs import rate_of
 
 PLANTED = Path(__file__).parents[1] / "tests" / "faults"
 RIGHT = 0.2
@@ -33,6 +33,7 @@ def one(name: str, seconds: float, *, cure: bool = True) -> dict[str, Any]:
 
     from stoker.doctor.measure import measure
     from stoker.doctor.rules import diagnose
+    from stoker.doctor.waterfall import waterfall
 
     torch.set_num_threads(1)
     case = next(case for case in CASES if case.name == name)
@@ -46,8 +47,11 @@ def one(name: str, seconds: float, *, cure: bool = True) -> dict[str, Any]:
         "tuned": case.tuned,
         "predicted": first.factor if first else None,
         "diagnosis_s": round(found.seconds, 1),
+        "waterfall": {bar.name: round(1e3 * bar.seconds, 3) for bar in waterfall(found)},
         "troubles": found.troubles,
     }
+    if first is not None:
+        result["evidence"] = [first.sentence, *first.evidence, first.change]
     if cure and case.rule is not None and first is not None and first.factor is not None:
         result["measured"] = cured(case.make, seconds)
     return result
@@ -76,6 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--gpu", action="store_true", help="the cases for a GPU, and only those")
     parser.add_argument("--one", help="a single case, in this process")
     parser.add_argument("--no-cure", action="store_true", help="of --one: only the diagnosis")
     options = parser.parse_args()
@@ -87,7 +92,7 @@ def main() -> None:
 
     results = []
     for case in CASES:
-        if options.only and case.name not in options.only:
+        if case.gpu != options.gpu or (options.only and case.name not in options.only):
             continue
         words = [sys.executable, __file__, "--one", case.name, "--seconds", str(options.seconds)]
         done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})

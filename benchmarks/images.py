@@ -23,6 +23,7 @@ from end_to_end import Kept, rates
 from measure import emit, line
 
 from stoker import console
+from stoker.data import checksums
 from stoker.data.device import feed
 from stoker.data.pack import PackRequest
 from stoker.data.plan import Position
@@ -36,7 +37,7 @@ from stoker.recipes.imagenet.draw import draw_set
 from stoker.recipes.imagenet.gpu_decode import GpuDecoder
 from stoker.recipes.imagenet.pack import pack
 from stoker.recipes.imagenet.recipe import RECIPE
-from stoker.recipes.imagenet.sources import LABELS
+from stoker.recipes.imagenet.sources import LABELS, MANIFEST
 from stoker.train.parallel import Ranks
 from stoker.train.run import Run
 
@@ -72,6 +73,8 @@ def make_packed(folders: Path, out: Path, short_side: int | None, times: int) ->
     listed = {name: column[rows] for name, column in columns.items()} | {"id": np.arange(len(rows))}
     with new_table(out / "samples", len(rows), LABELS, table.shards, f"{table.fingerprint} x {times}") as writer:
         writer.append(listed)
+    manifest = checksums.read_manifest(out / MANIFEST)
+    checksums.write_manifest(out / MANIFEST, manifest | {"files": checksums.checksums(out, list(manifest["files"]), 2)})
 
 
 def run_of(path: Path, device: str, *words: str) -> Run:

@@ -5,7 +5,7 @@ imported when they are first used: `import stoker` itself needs no torch.
 """
 
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,10 @@ _HOMES = {
     "watch": "doctor.watch",
 }
 
-__version__ = version("stoker")
+try:
+    __version__ = version("stoker")
+except PackageNotFoundError:  # a source tree that nobody installed
+    __version__ = "0+source"
 __all__ = [
     "Batch",
     "Finding",

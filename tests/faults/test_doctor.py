@@ -15,12 +15,15 @@ import torch
 
 import stoker
 from stoker.cli import run as cli
-from stoker.doctor import commands, history, ledger
+from stoker.doctor import commands, history, ledger, trials
+from stoker.doctor.calls import Call, Calls, calls_of
 from stoker.doctor.ceilings import ceilings
 from stoker.doctor.finding import Finding, ranked
 from stoker.doctor.history import from_events
-from stoker.doctor.loaders import Split
-from stoker.doctor.measure import Leg, Measured, measure
+from stoker.doctor.loaders import LoaderFacts, Split
+from stoker.doctor.looks import DeviceFacts
+from stoker.doctor.measure import measure
+from stoker.doctor.measured import Leg, Measured
 from stoker.doctor.operations import Operations, count_flops
 from stoker.doctor.rules import RULES, diagnose, verdict
 from stoker.doctor.rules.loader import with_workers
@@ -59,8 +62,9 @@ def test_a_planted_fault_is_named(case: Any) -> None:
 def test_every_rule_is_planted_or_tried_here_and_on_its_page() -> None:
     page = (ROOT / "docs" / "doctor.md").read_text()
     assert [name for name in RULES if f"`{name}`" not in page] == []
-    assert len([case for case in CASES if case.rule]) >= 24
-    assert len([case for case in CASES if case.rule is None]) >= 8
+    on_cpu = [case for case in CASES if not case.gpu]
+    assert len([case for case in on_cpu if case.rule]) >= 24
+    assert len([case for case in on_cpu if case.rule is None]) >= 8
     later = [case for case in CASES if not case.tuned]
     assert 3 * len(later) >= len(CASES)
 
@@ -347,3 +351,105 @@ def test_intervals_hold_the_mean_of_bursts() -> None:
         low, high = leg.interval()
         held += low <= 0.01 <= high
     assert held >= 75
+
+
+def on_gpu(run_s: float, resident_s: float, busy_s: float, **more: Any) -> Measured:
+    found = step_of(run_s, resident=Leg((resident_s,) * 20), device="cuda", **more)
+    found.operations = Operations(0.9, 500, 0.0, 0.5, 0, 0.0, False, True, busy_s=busy_s, wait_s=found.wait_s)
+    return found
+
+
+def first_rule(found: Measured) -> Finding:
+    return diagnose(found)[0]
+
+
+def test_a_gpu_that_waits_for_its_host() -> None:
+    found = on_gpu(0.010, 0.010, 0.004, launch_s=0.010, call_s=1e-5)
+    one = first_rule(found)
+    assert (one.rule, one.factor) == ("host", pytest.approx(2.5))
+    assert "the GPU computes for 4 ms of a step of 10 ms; launching alone takes 5 ms" in one.evidence[-1]
+    # The same idle GPU, because the host reads numbers: without that it would be ahead.
+    found.calls = Calls((), {("loop.py", 7): 12})
+    found.operations = Operations(0.9, 500, 0.0, 0.5, 0, 0.0, False, True, busy_s=0.004, wait_s=0.007)
+    one = first_rule(found)
+    assert one.rule == "sync"
+    assert "waits for the GPU 12 times" in one.sentence
+    assert "loop.py:7" in one.evidence[0]
+    assert one.factor == pytest.approx(2.5)
+
+
+def test_a_step_of_ours_that_is_cut_into_pieces() -> None:
+    found = on_gpu(0.060, 0.045, 0.035, launch_s=0.046, pieces=2, settings={"loader.micro_cost": 400_000})
+    found.loader = LoaderFacts("stoker", 8, 8, key="loader.threads")
+    found.wait_s, found.drained_s, found.split = 0.005, 0.008, Split(0.012, 0.011, 0.011, 0.0)
+    found.gpu, found.cores = DeviceFacts(20 << 30, 140 << 30), 16
+    pieces, interpreter = diagnose(found)
+    assert (pieces.rule, interpreter.rule) == ("pieces", "interpreter")
+    assert pieces.keys == {"loader.micro_cost": 800_000}
+    assert pieces.factor == pytest.approx(0.060 / 0.035)
+    assert interpreter.keys == {"loader.threads": 1}
+    found.gpu = DeviceFacts(100 << 30, 140 << 30)  # no room for it as a whole
+    assert [one.rule for one in diagnose(found)] == ["interpreter", "host"]
+
+
+def test_copies_clocks_and_memory_of_a_gpu() -> None:
+    found = on_gpu(0.010, 0.006, 0.006, given=Leg((0.010,) * 20), pinned_copy_s=0.001, batch_bytes=8_000_000)
+    one = first_rule(found)
+    assert one.rule == "copy"
+    assert "pin_memory=True" in one.change
+    assert one.factor == pytest.approx(10 / 7)
+    found.pinned_copy_s = 0.004  # pinned already
+    assert "while this step computes" in first_rule(found).change
+    full = on_gpu(0.010, 0.010, 0.010, gpu=DeviceFacts(96 << 30, 100 << 30, 3))
+    assert first_rule(full).rule == "memory-limit"
+    hot = on_gpu(0.010, 0.010, 0.010, gpu=DeviceFacts(1, 100, 0, 0.6, slowed=True))
+    assert (first_rule(hot).rule, first_rule(hot).factor) == ("throttled", pytest.approx(1 / 0.6))
+    assert diagnose(on_gpu(0.010, 0.010, 0.010, gpu=DeviceFacts(1, 100, 0, 0.6))) == []  # by its limit of power
+
+
+def test_what_was_tried_is_what_is_predicted() -> None:
+    products = Call("mm", None, 0.9, (), torch.float32), Call("add", None, 0.1, (), torch.float32)
+    found = on_gpu(0.010, 0.010, 0.010, calls=Calls(products), plain_layout=True)
+    assert first_rule(found).rule == "precision"
+    found.tried = {"precision": 0.0025, "layout": 0.0099}
+    assert [(one.rule, one.factor) for one in diagnose(found)] == [("precision", pytest.approx(4.0))]
+    found.tried = {"precision": 0.011, "layout": 0.005}  # the one made it slower, the other twice as fast
+    assert [(one.rule, one.factor) for one in diagnose(found)] == [("layout", pytest.approx(2.0))]
+
+
+class Scores(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = torch.nn.Linear(8, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.enter(tokens)
+        mixed = torch.softmax(hidden @ hidden.transpose(1, 2), -1) @ hidden  # all pairs
+        return torch.stack([one.mean(0) for one in mixed]).sum()  # one by one
+
+
+def test_operations_are_traced_to_their_lines() -> None:
+    model, batch = Scores(), torch.randn(40, 128, 8)
+    calls = calls_of(lambda tokens: model(tokens).backward(), batch, torch.device("cpu"))
+    assert "one by one" in calls.busiest_lines()[0]
+    assert calls.attention_share > 0.5
+    assert "all pairs" in calls.attention_lines()[0]
+    assert 0 < calls.product_share(torch.float32) < 1
+    assert calls.product_share(torch.float64) == 0
+    compiled = torch.compile(model, backend="eager")
+    assert (
+        "all pairs" in calls_of(lambda one: compiled(one).backward(), batch, torch.device("cpu")).attention_lines()[0]
+    )
+
+
+def test_a_change_is_tried_and_taken_back() -> None:
+    probe = loops.doubles(True)
+    found = measure(probe, 0.3)
+    assert found.tried["precision"] < found.run.mean  # type: ignore[union-attr]
+    assert {parameter.dtype for parameter in probe.model.parameters()} == {torch.float64}  # type: ignore[union-attr]
+    padded = measure(loops.padded(True), 0.3)
+    assert padded.tried["padding"] < 0.6 * padded.run.mean  # type: ignore[union-attr]
+    workers = trials.with_workers(torch.utils.data.DataLoader(loops.Samples(64), 16), 2)
+    assert workers is not None
+    assert (workers.num_workers, sum(len(batch[0]) for batch in workers)) == (2, 64)
+    assert trials.with_workers([1, 2], 2) is None

@@ -1,6 +1,5 @@
 """The compiled kernels, and whole models on them, against the plain path in float64."""
 
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stoker.data.batch import map_tensors
 from stoker.recipe import RunConfig
 from stoker.recipes.icecube.attention import Bias, Segments, attend, segment_attention, segment_mean
 from stoker.recipes.icecube.data import IceCubeData, load_rows, open_data
@@ -110,8 +110,7 @@ def test_fast_models_equal_the_plain_ones_in_float64(
 
 
 def _as(batch: Any, kind: Any) -> Any:
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return replace(batch, **{name: value.to(kind) for name, value in values.items() if value.is_floating_point()})
+    return map_tensors(batch, lambda tensor: tensor.to(kind) if tensor.is_floating_point() else tensor)
 
 
 def test_one_event_of_150000_pulses_trains_within_24_gb() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from stoker.data.batch import pin
 from stoker.data.device import feed
 from stoker.data.loader import Loader, LoaderConfig
 from stoker.data.plan import MicroBatch, Plan, Position
@@ -53,7 +54,7 @@ def test_batches_reach_the_gpu_without_anybody_waiting(events_dir: Path, mode: s
     value = MicroBatch(rows, seed=0, epoch=0)
     for stage in data.stages:
         value = stage.run(value)
-    pinned = value.pin()  # type: ignore[attr-defined]
+    pinned = pin(value)
     try:
         torch.cuda.set_sync_debug_mode("error")
         pinned.to(torch.device("cuda"))
@@ -64,7 +65,7 @@ def test_batches_reach_the_gpu_without_anybody_waiting(events_dir: Path, mode: s
 def test_the_feed_keeps_the_order_and_the_content(events_dir: Path) -> None:
     data = data_of(events_dir, "packed", "cuda")
     plan = Plan(data.table, data.training, data.order, 50)
-    stages = [*data.stages, Stage("pin", lambda batch: batch.pin())]
+    stages = [*data.stages, Stage("pin", pin)]
     loader: Loader = Loader(plan, stages, LoaderConfig(batch_size=50))
     seen = []
     for step in feed(loader.steps(Position(3), 1), torch.device("cuda")):

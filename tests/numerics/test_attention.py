@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stoker.recipes.icecube import attention
 from stoker.recipes.icecube.attention import segment_attention
 
 
@@ -39,3 +40,15 @@ def test_one_giant_segment(length: int) -> None:
     tensors = [torch.randn(length, 1, 8, dtype=torch.float64) for _ in range(3)]
     offsets = torch.tensor([0, length])
     torch.testing.assert_close(segment_attention(*tensors, offsets), dense_attention(*tensors, offsets))
+
+
+def test_only_an_export_of_ours_looks_at_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch 2.11 every compiled model is told that it is being exported, and made of masks of all pairs it was slow or
+    did not compile at all."""
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    monkeypatch.setattr(attention, "_all_pairs", lambda *_: pytest.fail("all pairs"))
+    tokens, offsets = torch.randn(6, 2, 8), torch.tensor([0, 2, 6])
+    plain = segment_attention(tokens, tokens, tokens, offsets)
+    monkeypatch.undo()
+    with attention.exporting():
+        torch.testing.assert_close(segment_attention(tokens, tokens, tokens, offsets), plain)

@@ -13,7 +13,9 @@ from stoker import settings
 from stoker.doctor import ledger
 from stoker.doctor.finding import WARNING, Finding
 from stoker.doctor.history import from_events
-from stoker.doctor.measure import Endless, Measured, measure, timed_steps
+from stoker.doctor.legs import Endless, timed_steps, warm_up
+from stoker.doctor.measure import measure
+from stoker.doctor.measured import Measured
 from stoker.doctor.probe import Probe, find_probe, probe_of
 from stoker.doctor.rules import diagnose, verdict
 from stoker.doctor.waterfall import Bar, draw, waterfall
@@ -148,9 +150,7 @@ def compare_probes(old: Probe, new: Probe, seconds: float) -> float:
     rates: dict[int, list[float]] = {0: [], 1: []}
     sources = [Endless(probe.loader) for probe in (old, new)]
     for probe, source in zip((old, new), sources, strict=True):
-        batch = source.take()
-        for _ in range(3):
-            probe.step(batch)
+        warm_up(probe, source.take())
         for _ in range(4):
             probe.step(source.take())
     for _ in range(VERIFY_ROUNDS):
@@ -159,6 +159,8 @@ def compare_probes(old: Probe, new: Probe, seconds: float) -> float:
             for _, _, _, batch in timed_steps(probe, source, seconds / VERIFY_ROUNDS):
                 samples += probe.samples_of(batch)
             rates[number].append(samples / (time.perf_counter() - begin))
+    for source in sources:
+        source.close()
     middle = VERIFY_ROUNDS // 2
     return sorted(rates[1])[middle] / sorted(rates[0])[middle]
 

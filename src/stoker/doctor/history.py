@@ -7,7 +7,7 @@ from typing import Any
 
 from stoker import settings
 from stoker.doctor.loaders import LoaderFacts
-from stoker.doctor.measure import Leg, Measured
+from stoker.doctor.measured import Leg, Measured
 from stoker.errors import UserError
 from stoker.runs import schema
 from stoker.runs.events import read_events

@@ -114,6 +114,11 @@ def _place(frame: FrameType | None) -> tuple[tuple[str, int] | None, str]:
     return where, kind
 
 
+def own_place(frame: FrameType | None) -> tuple[str, int] | None:
+    """The innermost line of somebody's own code."""
+    return _place(frame)[0]
+
+
 def _kind_of_file(file: str) -> str:
     if "torch/optim/" in file:
         return "optimizer"

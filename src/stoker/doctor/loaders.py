@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 LOOKED_AT = 64  # samples that are read one by one
@@ -18,6 +20,7 @@ class LoaderFacts:
     ahead: int | None = None  # batches that each of them, or all of them together, make ahead
     persistent: bool = True  # workers outlive an epoch
     pinned: bool = False
+    key: str = ""  # of a recipe: what says how many workers there are
 
     @property
     def made_ahead(self) -> int:
@@ -35,6 +38,7 @@ class Split:
     cpu_s: float  # CPU seconds of the second time
     collate_s: float
     sequential_s: float | None = None  # as many samples that lie side by side
+    plain_collate_s: float = 0.0  # by torch's own way, where it was tried
 
     @property
     def busy_s(self) -> float:
@@ -48,11 +52,15 @@ class Split:
 
 
 def describe(loader: Any, settings: Mapping[str, Any]) -> LoaderFacts:
+    if isinstance(loader, list | tuple):
+        return LoaderFacts("batches that are there", 0)
     if settings:
-        threads = settings.get("loader.threads")
         from stoker.data.loader import LoaderConfig
 
-        return LoaderFacts("stoker", threads or LoaderConfig().num_threads, settings.get("loader.look_ahead"))
+        workers, key = settings.get("loader.threads") or LoaderConfig().num_threads, "loader.threads"
+        if settings.get("data.processes"):  # of images: it is they who decode
+            workers, key = settings["data.processes"], "data.processes"
+        return LoaderFacts("stoker", workers, settings.get("loader.look_ahead"), key=key)
     if isinstance(loader, torch.utils.data.DataLoader):
         workers = loader.num_workers
         ahead = (loader.prefetch_factor or 2) if workers else 0
@@ -61,7 +69,7 @@ def describe(loader: Any, settings: Mapping[str, Any]) -> LoaderFacts:
     return LoaderFacts()
 
 
-def split_of(probe: Any, kept: list[Any], seconds: float) -> Split | None:
+def split_of(probe: Any, kept: list[Any]) -> Split | None:
     """Of a DataLoader over a map-style dataset, or of a recipe's loader; other iterables keep theirs to themselves."""
     if probe.make is not None:
         return _of_recipe(probe.make, kept)
@@ -87,7 +95,9 @@ def split_of(probe: Any, kept: list[Any], seconds: float) -> Split | None:
 
 def _of_recipe(make: Callable[[Any], Any], kept: list[Any]) -> Split:
     cold, _, _ = _timed(lambda: [make(step) for step in kept])
+    before = _seconds_of_children()
     warm, cpu, _ = _timed(lambda: [make(step) for step in kept])
+    cpu += _seconds_of_children() - before
     count = max(1, len(kept))
     return Split(cold / count, warm / count, cpu / count, 0.0)
 
@@ -97,3 +107,13 @@ def _timed(work: Callable[[], Any]) -> tuple[float, float, Any]:
     cpu, begin = time.process_time(), time.perf_counter()
     made = work()
     return time.perf_counter() - begin, time.process_time() - cpu, made
+
+
+def _seconds_of_children() -> float:
+    """CPU seconds of the processes that this one started: images are decoded in such."""
+    spent = 0.0
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            times = child.cpu_times()
+            spent += times.user + times.system
+    return spent

@@ -1,8 +1,9 @@
-"""Small looks at what a trial leaves: memory that grows, padding, wide floats, graphs that were compiled again."""
+"""Small looks at what a trial leaves: memory that grows, padding, wide floats, graphs that were compiled again, the GPU."""
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,41 @@ from torch._logging._internal import set_logs
 from stoker.data.batch import tensors_in
 
 LEAST_STEPS = 24  # for a trend of memory
+# Of NVML's reasons for lower clocks: heat, or power that the board does not get. A limit of power under load is usual.
+SLOWED = 0x08 | 0x20 | 0x40 | 0x80
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """Of a GPU, while it works."""
+
+    used_bytes: int  # the most that tensors took
+    total_bytes: int
+    retries: int = 0  # times that the allocator gave everything back to find room
+    clock: float | None = None  # of the highest there is; None: the driver cannot be asked
+    slowed: bool = False  # by heat, or by the board's power
+
+
+def device_facts(device: torch.device) -> DeviceFacts | None:
+    if device.type != "cuda":
+        return None
+    stats = torch.cuda.memory_stats(device)
+    used, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    return DeviceFacts(used, total, int(stats.get("num_alloc_retries", 0)), *_clocks(device))
+
+
+def _clocks(device: torch.device) -> tuple[float | None, bool]:
+    try:
+        import pynvml  # type: ignore[import-not-found]
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        now = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+        most = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
+        reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        return now / most, bool(reasons & SLOWED)
+    except Exception:  # no such library, or a driver that does not answer
+        return None, False
 
 
 def length(loader: Any) -> int | None:
@@ -39,17 +75,31 @@ def largest(batch: Any) -> list[torch.Tensor]:
     return sorted(found, key=lambda tensor: -tensor.nbytes)[:1]
 
 
-def padding_share(tensor: torch.Tensor) -> float:
-    """Share of the places along the second axis that lie behind the last one of their sample that is not zero."""
+def _used(tensor: torch.Tensor) -> torch.Tensor:
+    """Places along the second axis up to the last one of each sample that is not zero."""
     flat = tensor.detach().reshape(tensor.shape[0], tensor.shape[1], -1) != 0
     used = flat.any(-1).cpu()
-    places = torch.arange(1, used.shape[1] + 1)
-    last = (used * places).max(1).values
-    return float(1 - last.double().mean() / used.shape[1])
+    return (used * torch.arange(1, used.shape[1] + 1)).max(1).values
+
+
+def padding_share(tensor: torch.Tensor) -> float:
+    return float(1 - _used(tensor).double().mean() / tensor.shape[1])
+
+
+def used_length(tensor: torch.Tensor) -> int:
+    """Of the longest sample."""
+    return int(_used(tensor).max())
 
 
 def has_wide_floats(model: nn.Module | None) -> bool:
     return model is not None and any(tensor.dtype == torch.float64 for tensor in model.parameters())
+
+
+def has_plain_layout(model: nn.Module | None, batch: Any) -> bool:
+    if model is None or not any(isinstance(one, nn.Conv2d) for one in model.modules()):
+        return False
+    images = [tensor for tensor in tensors_in(batch) if tensor.ndim == 4 and tensor.is_floating_point()]
+    return any(not tensor.is_contiguous(memory_format=torch.channels_last) for tensor in images)
 
 
 def num_graphs() -> int:

@@ -28,6 +28,12 @@ PRODUCTS = (
 )
 
 
+# Of a GPU's kernels, which have names of their own.
+KERNELS = ("gemm", "nvjet", "cutlass", "xmma", "conv", "wgrad", "dgrad", "splitk", "implicit", "triton_tem")
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpyAsync")  # of the host, for the device
+BACKWARD = "autograd::engine::evaluate_function"
+
+
 @dataclass(frozen=True)
 class Operations:
     """Of one step."""
@@ -42,6 +48,8 @@ class Operations:
     fused_optimizer: bool
     counted_share: float = 0.0  # of the time of operations, in those whose work can be counted
     top: tuple[tuple[str, float], ...] = field(default=())  # operations and their share of the time
+    busy_s: float = 0.0  # of a step, that the device computes
+    wait_s: float = 0.0  # of a step, that the host waits for a GPU inside of it
 
     @property
     def host_share(self) -> float:
@@ -59,32 +67,58 @@ def profile_steps(step: Callable[[Any], Any], batches: Sequence[Any], device: to
                 if device.type == "cuda":
                     torch.cuda.synchronize()
     events = list(seen.events())
-    steps = [event for event in events if event.name == "stoker step" and not _on_device(event)]
-    wall = sum(event.time_range.elapsed_us() for event in steps)
-    inside = {id(event) for event in steps}
-    called = [
-        event for event in events if event.name.startswith("aten::") and not _on_device(event) and _top(event, inside)
-    ]
-    kernels = [event for event in events if _on_device(event) and event.name != "stoker step"]
+    wall = sum(
+        event.time_range.elapsed_us() for event in events if event.name == "stoker step" and not _on_device(event)
+    )
+    called = [event for event in events if event.name.startswith("aten::") and not _on_device(event) and _top(event)]
+    kernels = [event for event in events if _on_device(event) and not event.name.startswith("stoker step")]
     counted = kernels or called
-    spans = [(event.time_range.start, event.time_range.end) for event in counted]
-    # Autograd works in a thread of its own on a GPU's host; on a CPU it is the main thread's.
-    alike = _from_loops(called)
-    short = [event for event in called if event.time_range.elapsed_us() < SHORT_US or event.name in alike]
-    short = [] if kernels else short
+    busy_us, short_us = (_union(kernels), 0.0) if kernels else _busy_and_short_us(events, called)
     total = sum(event.time_range.elapsed_us() for event in counted) or 1.0
+    words = KERNELS if kernels else PRODUCTS
     return Operations(
-        busy_share=_union(spans) / wall,
+        busy_share=busy_us / wall,
         count=len(counted) / STEPS,
-        short_share=_union([(event.time_range.start, event.time_range.end) for event in short]) / wall,
-        product_share=_share(counted, PRODUCTS, total),
+        short_share=short_us / wall,
+        product_share=_share(counted, words, total),
         reads=sum(event.name == "aten::_local_scalar_dense" for event in events) / STEPS,
         softmax_share=_share(counted, ("softmax",), total),
-        fused_attention=any("scaled_dot_product" in event.name or "flash" in event.name for event in events),
+        fused_attention=any(word in event.name for event in events for word in ("scaled_dot_product", "flash", "fmha")),
         fused_optimizer=any("_fused_" in event.name or "_foreach_" in event.name for event in events),
-        counted_share=_share(counted, PRODUCTS, total) - _share(called, ("scaled_dot_product",), total),
+        counted_share=_share(counted, words, total) - _share(called, ("scaled_dot_product",), total),
         top=_top_names(counted, total),
+        busy_s=1e-6 * busy_us / STEPS,
+        wait_s=1e-6 * sum(event.time_range.elapsed_us() for event in events if event.name in WAITS) / STEPS,
     )
+
+
+def _busy_and_short_us(events: Sequence[Any], called: Sequence[Any]) -> tuple[float, float]:
+    """Microseconds in operations, and in those of them that are called one by one.
+
+    The backward pass is as much of a loop as what it goes back through. Where that is none, its time between operations is
+    torch's own, and nobody's Python.
+    """
+    alike = _from_loops(called)
+    short: dict[bool, float] = {}
+    forward_us = 0.0
+    for backward in (False, True):
+        some = [event for event in called if _in_backward(event) == backward]
+        few = [event for event in some if event.time_range.elapsed_us() < SHORT_US or event.name in alike]
+        short[backward] = _union(few)
+        forward_us = forward_us if backward else _union(some)
+    looped = short[False] / forward_us if forward_us else 1.0
+    inside = _union(called)
+    between = _union([*called, *(event for event in events if event.name.startswith(BACKWARD))]) - inside
+    return inside + between * (1 - looped), short[False] + short[True] * looped
+
+
+def _in_backward(event: Any) -> bool:
+    parent = event.cpu_parent
+    while parent is not None:
+        if parent.name.startswith(BACKWARD):
+            return True
+        parent = parent.cpu_parent
+    return False
 
 
 @contextmanager
@@ -118,7 +152,7 @@ def _on_device(event: Any) -> bool:
     return "CUDA" in str(event.device_type)
 
 
-def _top(event: Any, inside: set[int]) -> bool:
+def _top(event: Any) -> bool:
     """Called by Python, or by autograd: not by another operation."""
     parent = event.cpu_parent
     while parent is not None and not parent.name.startswith("aten::"):
@@ -136,10 +170,17 @@ def _top_names(events: Sequence[Any], total: float, count: int = 5) -> tuple[tup
     for event in events:
         spent[event.name] = spent.get(event.name, 0.0) + event.time_range.elapsed_us()
     ordered = sorted(spent.items(), key=lambda one: -one[1])[:count]
-    return tuple((name.removeprefix("aten::"), round(value / total, 4)) for name, value in ordered)
+    return tuple((_short_name(name), round(value / total, 4)) for name, value in ordered)
 
 
-def _union(spans: Sequence[tuple[float, float]]) -> float:
+def _short_name(name: str) -> str:
+    """Without the templates that kernels are made from."""
+    return name.removeprefix("aten::").removeprefix("void ").split("<")[0].split("(")[0][:60]
+
+
+def _union(events: Sequence[Any]) -> float:
+    """Microseconds in which at least one of them runs."""
+    spans = [(event.time_range.start, event.time_range.end) for event in events]
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         if end > reached:
@@ -160,6 +201,6 @@ def count_flops(step: Callable[[Any], Any], batch: Any, model: nn.Module | None)
     if any(isinstance(one, nn.Conv1d | nn.Conv2d | nn.Conv3d) and one.groups > 1 for one in layers):
         return None
     counter = FlopCounterMode(display=False)
-    with counter:
+    with torch.compiler.set_stance("force_eager"), counter:
         step(batch)
     return float(counter.get_total_flops())

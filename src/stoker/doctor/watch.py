@@ -13,7 +13,7 @@ import psutil
 from stoker.doctor.finding import Finding
 from stoker.doctor.loaders import describe
 from stoker.doctor.looks import growth
-from stoker.doctor.measure import Leg, Measured
+from stoker.doctor.measured import Leg, Measured
 from stoker.doctor.rules import diagnose, verdict
 
 LEAST_STEPS = 20  # to speak of a cause

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from stoker.doctor.measure import Measured
+from stoker.doctor.measured import Measured
 
 WIDTH = 40
 
@@ -31,7 +31,7 @@ def waterfall(found: Measured) -> list[Bar]:
     mean = found.resident.mean
     bars = []
     if found.operations is not None:
-        busy = 1 - found.operations.host_share
+        busy = 1 - found.host_share
         where = "GPU busy" if found.device == "cuda" else "operations"
         # Convolutions by a cleverer algorithm than a product may lie below it: then it is no floor.
         floor = found.floor_s if found.floor_s is not None and found.floor_s < busy * mean else 0.0
@@ -42,9 +42,9 @@ def waterfall(found: Measured) -> list[Bar]:
     else:
         bars.append(Bar("step", mean, low, high))
     copied = 0.0
-    if found.copied is not None:
-        copied = max(0.0, found.copied.mean - mean)
-        bars.append(Bar("copy", copied, max(0.0, found.copied.interval()[0] - high), found.copied.interval()[1] - low))
+    if found.given is not None:
+        copied = max(0.0, found.given.mean - mean)
+        bars.append(Bar("copy", copied, max(0.0, found.given.interval()[0] - high), found.given.interval()[1] - low))
     # Whatever the other legs leave: the sum is the step's time by the clock.
     stall = found.run.mean - found.gap_s - mean - copied
     spread = run_low - found.gap_s - high - copied, run_high - found.gap_s - low - copied

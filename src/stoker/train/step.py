@@ -117,10 +117,8 @@ class Stepper:
                 loss = self.task.losses(prediction, batch).sum() / samples
         except Exception as error:
             if self._config.compile and type(error).__module__.startswith("torch._"):
-                reason = str(error).strip().splitlines()
                 raise UserError(
-                    f"torch.compile failed on the model: {type(error).__name__}: {reason[0] if reason else ''}. "
-                    f"--train.compile false trains without it."
+                    f"torch.compile failed on the model: {_reason(error)}. --train.compile false trains without it."
                 ) from error
             raise
         scaled = loss if self.scale is None else loss * self.scale.scale
@@ -141,3 +139,11 @@ class Stepper:
 
 def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors]) if tensors else torch.empty(0)
+
+
+def _reason(error: BaseException) -> str:
+    """Dynamo wraps what went wrong, and puts it into the second line or behind the last cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:500]}"

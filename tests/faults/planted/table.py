@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planted import later, loops
+from planted import later, loops, on_gpu, seed
 from stoker.doctor.probe import Probe
 
 
@@ -13,6 +13,7 @@ class Case:
     rule: str | None  # None: healthy
     tuned: bool = True  # thresholds were chosen with it in sight
     quick: bool = False  # goes into the gate: quick, and far from any threshold
+    gpu: bool = False  # needs one
 
     @property
     def name(self) -> str:
@@ -61,4 +62,17 @@ CASES = (
     Case(later.healthy_deep, None, tuned=False),
     Case(later.healthy_slow_storage, None, tuned=False),
     Case(later.healthy_logs_now_and_then, None, tuned=False),
+    Case(seed.seeds_loop, "host", gpu=True),
+    Case(seed.seeds_attention, "attention", gpu=True),
+    Case(on_gpu.single_precision, "precision", gpu=True),
+    Case(on_gpu.reads_the_loss, "sync", gpu=True),
+    Case(on_gpu.pageable, "copy", tuned=False, gpu=True),
+    Case(on_gpu.few_samples, "batch", tuned=False, gpu=True),
+    Case(on_gpu.scores_written, "attention", tuned=False, gpu=True),
+    Case(on_gpu.loop_over_samples, "host", tuned=False, gpu=True),
+    Case(on_gpu.channels_first, "layout", tuned=False, gpu=True),
+    Case(on_gpu.between_steps, "workers-zero", tuned=False, gpu=True),
+    Case(on_gpu.healthy_wide, None, tuned=False, gpu=True),
+    Case(on_gpu.healthy_channels_last, None, tuned=False, gpu=True),
+    Case(on_gpu.healthy_attention, None, tuned=False, gpu=True),
 )

@@ -4,7 +4,7 @@ A prediction is what the step takes once the cause is gone: the rest of the sum.
 """
 
 from stoker.doctor.finding import Finding, ranked
-from stoker.doctor.measure import Measured
+from stoker.doctor.measured import Measured
 from stoker.doctor.rules import loader, run, step
 from stoker.doctor.rules.base import RULES
 
@@ -26,7 +26,17 @@ def verdict(found: Measured, findings: list[Finding]) -> str:
     share = ""
     if found.floor_s is not None and found.floor_s < found.run.mean:
         share = f", which run at {found.floor_s / found.run.mean:.0%} of this machine's best"
-    return f"Healthy: nothing to gain that these rules know of. The step is limited by {bound}{share}."
+    return (
+        f"Healthy: nothing to gain that these rules know of. The step is limited by {bound}{share}.{_headroom(found)}"
+    )
+
+
+def _headroom(found: Measured) -> str:
+    """How much of a faster step its loader could feed."""
+    if found.drained_s is None or found.run is None or not found.loader.workers:
+        return ""
+    times = found.run.mean / max(found.drained_s, 1e-9)
+    return f" Its loader could feed a step {times:.1f} times as fast." if times > 1.05 else " Its loader just keeps up."
 
 
 def _busiest(found: Measured) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from stoker.doctor.finding import Finding
-from stoker.doctor.measure import Measured
+from stoker.doctor.measured import Measured
 
 NOISE = 0.03  # of a step, below which no bar means anything
 

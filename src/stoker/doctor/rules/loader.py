@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from stoker.doctor.finding import Finding
-from stoker.doctor.measure import Measured
+from stoker.doctor.measured import Measured
 from stoker.doctor.rules.base import NOISE, ms, predicted, rule
 
 WORKERS = (0, 1, 2, 4, 8, 16, 32)
@@ -71,6 +71,8 @@ def loader_cause(found: Measured) -> str | None:
         return "workers-many"
     if stall is None or stall.share < 0.05:
         return None
+    if _interpreter_is_shared(found, stall):
+        return "interpreter"
     if split is None:
         return "loader"
     made = max(split.cold_s, split.warm_s) + split.collate_s
@@ -99,6 +101,15 @@ def _stands_in_its_way(found: Measured) -> bool:
     return many and found.run.mean > 1.1 * found.resident.mean
 
 
+def _interpreter_is_shared(found: Measured, stall: Stall) -> bool:
+    """Beside a GPU: the loader could give batches much faster than they are asked for, and nobody waits for most of the time
+    that is lost. So its threads slow down the one that launches kernels."""
+    if found.device != "cuda" or found.loader.key != "loader.threads" or found.drained_s is None:
+        return False
+    assert found.resident is not None
+    return found.drained_s < 0.6 * found.resident.mean and found.wait_s < 0.5 * stall.seconds
+
+
 def _stall_evidence(found: Measured) -> tuple[str, ...]:
     assert found.run is not None
     assert found.resident is not None
@@ -123,13 +134,13 @@ def _stall_evidence(found: Measured) -> tuple[str, ...]:
 def _stall_finding(found: Measured, name: str, sentence: str, change: str, after_s: float, **more: object) -> Finding:
     stall = stall_of(found)
     assert stall is not None
-    factor, low, high = predicted(found, after_s)
+    factor, low, high = predicted(found, found.tried.get(name, after_s))
     return Finding(name, stall.share, sentence, change, _stall_evidence(found), factor, low, high, **more)  # type: ignore[arg-type]
 
 
 def _workers_change(found: Measured, workers: int) -> tuple[str, dict[str, object]]:
     if found.loader.kind == "stoker":
-        return f"--loader.threads {workers}", {"loader.threads": workers}
+        return f"--{found.loader.key} {workers}", {found.loader.key: workers}
     return f"DataLoader(..., num_workers={workers}, persistent_workers=True)", {}
 
 
@@ -162,7 +173,7 @@ def workers_many(found: Measured) -> Finding | None:
     sentence = f"{found.loader.workers} workers share {found.cores} cores, and stand in each other's way."
     assert found.run is not None
     assert found.resident is not None
-    factor, low, high = predicted(found, with_workers(found, workers))
+    factor, low, high = predicted(found, found.tried.get("workers-many", with_workers(found, workers)))
     share = 1 - found.resident.mean / found.run.mean
     return Finding("workers-many", share, sentence, change, _stall_evidence(found), factor, low, high, keys=keys)
 
@@ -227,11 +238,24 @@ def collate(found: Measured) -> Finding | None:
     share = split.collate_s / split.busy_s
     sentence = f"Collating takes {share:.0%} of making a batch: putting samples together is a loop in Python."
     workers = found.loader.workers or 0
-    rest = split.warm_s / max(1, min(workers, found.cores))
+    rest = (split.warm_s + split.plain_collate_s) / max(1, min(workers, found.cores))
     after = found.resident.mean + rest if workers == 0 else max(found.resident.mean, rest)
     return _stall_finding(
         found, "collate", sentence, "collate with one torch.stack, cat or pad_sequence a field", after
     )
+
+
+@rule("interpreter")
+def interpreter(found: Measured) -> Finding | None:
+    if loader_cause(found) != "interpreter":
+        return None
+    assert found.resident is not None
+    assert found.split is not None
+    workers = max(1, round(2 * found.split.warm_s / found.resident.mean))  # twice what the step needs
+    sentence = "The loader keeps up; its threads take the interpreter from the one that launches kernels."
+    keys = {"loader.threads": workers} if workers < (found.loader.workers or 0) else {}
+    change = f"--loader.threads {workers}, or fewer and larger pieces" if keys else "fewer and larger pieces of a step"
+    return _stall_finding(found, "interpreter", sentence, change, found.resident.mean, keys=keys)
 
 
 @rule("preparation")

@@ -1,7 +1,7 @@
 """Rules that take a whole run to see: memory, evaluations, checkpoints, a rate that falls, a rank that lags behind."""
 
 from stoker.doctor.finding import Finding
-from stoker.doctor.measure import Measured
+from stoker.doctor.measured import Measured
 from stoker.doctor.rules.base import rule
 
 

@@ -7,6 +7,8 @@ made of operations that every program knows.
 """
 
 # T tokens, H heads, C channels a head, S segments
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -16,6 +18,20 @@ from torch.nn import functional as F
 
 # Tokens that a program of the kernels takes: few where segments are short, as those of pulses by DOM are.
 SHORT, LONG = 32, 64
+
+# Not torch.compiler.is_exporting(): in torch 2.11 that is true inside torch.compile as well.
+_exporting = False
+
+
+@contextmanager
+def exporting() -> Iterator[None]:
+    """Inside the block a model is made of operations that every program knows."""
+    global _exporting
+    _exporting = True
+    try:
+        yield
+    finally:
+        _exporting = False
 
 
 @dataclass(frozen=True)
@@ -31,7 +47,7 @@ class Segments:
     @classmethod
     def of(cls, offsets: Tensor, total: int, block: int = LONG) -> "Segments":
         """`total` is the number of tokens, given so that nobody waits for the device."""
-        if torch.compiler.is_exporting():
+        if _exporting:
             number = (torch.arange(total)[:, None] >= offsets[1:]).sum(1)
         else:
             number = repeat(torch.arange(len(offsets) - 1, device=offsets.device), offsets, total)
@@ -58,7 +74,7 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor
 
 def attend(qkv: Tensor, segments: Segments, bias: Bias | None = None) -> Tensor:
     """The same on queries, keys and values in one array (T, 3, H, C), with known segments and an optional bias."""
-    if torch.compiler.is_exporting():
+    if _exporting:
         return _all_pairs(qkv, segments, bias)
     if (fast := _kernels(qkv)) is None:
         query, key, value = qkv.unbind(1)
@@ -69,7 +85,7 @@ def attend(qkv: Tensor, segments: Segments, bias: Bias | None = None) -> Tensor:
 
 def segment_mean(values: Tensor, segments: Segments) -> Tensor:
     """Mean over the rows of each segment: (T, C) -> (S, C); zero for an empty one."""
-    if torch.compiler.is_exporting():
+    if _exporting:
         lengths = segments.offsets.diff()
         member = torch.arange(len(lengths))[:, None] == segments.number
         return member.to(values.dtype) @ values / lengths.clamp_min(1)[:, None]

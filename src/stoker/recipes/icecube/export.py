@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from stoker.data.locations import Location
 from stoker.errors import UserError
 from stoker.recipe import Trained
+from stoker.recipes.icecube.attention import exporting
 from stoker.recipes.icecube.batch import EventBatch
 from stoker.recipes.icecube.data import load_rows, open_all
 from stoker.recipes.icecube.geometry import geometry_of
@@ -51,7 +53,10 @@ def export(model: Trained, out: Path, samples: Path | None) -> Mapping[str, Any]
     network = Flat(model.task.model.cpu().float())
     example = {name: getattr(events[1], name) for name in INPUTS}
     free = {name: {0: torch.export.Dim.DYNAMIC} for name in INPUTS}
-    with judged(network), onnx_file(network, example, free, "answers", _about(model), out) as session:
+    with ExitStack() as stack:
+        stack.enter_context(judged(network))
+        with exporting():
+            session = stack.enter_context(onnx_file(network, example, free, "answers", _about(model), out))
         differences = [_difference(network, session, batch) for batch in events]
         largest = float(np.max(differences))  # not a number, if one of them is none
         if not largest <= 1e-3:

@@ -39,7 +39,7 @@ class ImageNetData:
     subset_seed: Annotated[int, Field(ge=0)] = 0
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.1  # share held out, where there is no validation folder
     processes: Annotated[int, Field(ge=0)] | None = (
-        None  # that decode; None: one a loader thread beside a GPU, else none
+        None  # that decode; None: one a loader thread beside a GPU or where there are more than four threads, else none
     )
     decode_on_gpu: bool = False  # also, training images for which no process is free; not the same to the bit
     broken: Policy = "few"  # images that cannot be decoded: few (1 %) or all are skipped, or the first stops the run

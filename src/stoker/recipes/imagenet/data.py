@@ -19,6 +19,7 @@ from stoker.recipes.imagenet.subset import choose, data_root
 
 # Host memory that a byte of JPEG needs on its way: its crop has two or three, and is copied.
 BYTES_PER_BYTE = 8.0
+THREADS_THAT_SCALE = 4  # more of them than this take turns with the interpreter: processes do not
 
 
 def open_data(run: RunConfig, device: torch.device) -> RunData:
@@ -38,7 +39,8 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
     broken = BrokenImages(chosen.images.reader, config.broken, bad_samples)
     processes = config.processes
     if processes is None:
-        processes = run.loader.num_threads if device.type == "cuda" else 0
+        threads = run.loader.num_threads
+        processes = threads if device.type == "cuda" or threads > THREADS_THAT_SCALE else 0
     if config.decode_on_gpu and (device.type != "cuda" or not processes):
         raise UserError(
             f"data.decode_on_gpu helps processes beside a GPU; this run is on {device.type} with {processes} processes."

@@ -1,0 +1,143 @@
+"""Changes that can be tried on the spot: what a step takes with them is a better prediction than any formula.
+
+Each trial gives back whatever it changes, and writes the seconds of a step of the run with the change into `found.tried`.
+A change that cannot be made here, such as a loop written anew, has no trial: its rule computes what would be left.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from stoker.data.batch import map_tensors
+from stoker.doctor import legs
+from stoker.doctor.calls import narrower
+from stoker.doctor.looks import largest, used_length
+from stoker.doctor.measured import Measured
+from stoker.doctor.probe import Probe
+from stoker.doctor.rules.loader import best_workers
+from stoker.doctor.rules.step import better_times
+
+Trial = Callable[[Probe, Measured, legs.Kept, float], None]
+
+
+def workers(rule: str) -> Trial:
+    def run(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
+        other = with_workers(probe.loader, max(1, best_workers(found)))
+        if other is not None:
+            rate = legs.rate_of(replace(probe, loader=other), seconds)
+            found.tried[rule] = found.samples / rate
+
+    return run
+
+
+def with_workers(loader: Any, count: int) -> "DataLoader[Any] | None":
+    """The same batches by so many workers; None: it is no DataLoader that can be made anew."""
+    if type(loader) is not DataLoader or loader.batch_sampler is None:
+        return None
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=loader.batch_sampler,
+        num_workers=count,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        persistent_workers=count > 0,
+    )
+
+
+def larger_batch(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
+    times = better_times(found)
+    larger = [legs.enlarged(batch, times) for batch in kept.resident[:2]]
+    legs.warm_up(probe, larger[0])
+    _note(found, "batch", _seconds(probe, larger, seconds) / times)
+
+
+def without_padding(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
+    """Every batch cut to its own longest sample."""
+    cut = []
+    for batch in kept.resident:
+        tensor = largest(batch)[0]
+        whole, used = tensor.shape[1], max(1, used_length(tensor))
+        cut.append(map_tensors(batch, lambda one, whole=whole, used=used: _cut(one, whole, used)))  # type: ignore[misc]
+    legs.warm_up(probe, cut[0])
+    _note(found, "padding", _seconds(probe, cut, seconds))
+
+
+def _cut(tensor: torch.Tensor, whole: int, used: int) -> torch.Tensor:
+    return tensor[:, :used].contiguous() if tensor.ndim >= 2 and tensor.shape[1] == whole else tensor
+
+
+def narrower_floats(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
+    """On a GPU the step in bfloat16 by autocast; elsewhere the float64 products of a step as float32."""
+    assert found.resident is not None
+    if probe.device.type == "cuda" and not found.wide_floats:
+
+        def step(batch: Any) -> None:
+            with torch.autocast("cuda", torch.bfloat16):
+                probe.step(batch)
+
+        other = replace(probe, step=step)
+        legs.warm_up(other, kept.resident[0])
+        _note(found, "precision", _seconds(other, kept.resident, seconds))
+    elif found.calls is not None:
+        _note(found, "precision", max(0.1 * found.resident.mean, found.resident.mean - narrower(found.calls)))
+
+
+def channels_last(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
+    assert probe.model is not None
+    batches = map_tensors(kept.resident, _channels_last)
+    probe.model.to(memory_format=torch.channels_last)
+    try:
+        legs.warm_up(probe, batches[0])
+        _note(found, "layout", _seconds(probe, batches, seconds))
+    finally:
+        probe.model.to(memory_format=torch.contiguous_format)
+
+
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+
+
+def plain_collate(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
+    """Torch's own way to put samples together, where these samples let it."""
+    loader = probe.loader
+    assert isinstance(loader, DataLoader)
+    assert loader.batch_sampler is not None
+    assert found.split is not None
+    rows = list(next(iter(loader.batch_sampler)))
+    samples = [loader.dataset[row] for row in rows]
+    spent = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        default_collate(samples)
+        spent.append(time.perf_counter() - begin)
+    found.split = replace(found.split, plain_collate_s=min(spent))
+
+
+def _seconds(probe: Probe, batches: list[Any], seconds: float) -> float:
+    return float(np.mean(legs.repeated(probe, batches, seconds)))
+
+
+def _note(found: Measured, rule: str, resident_s: float) -> None:
+    """A resident step that takes so long: what the run adds to it stays."""
+    assert found.run is not None
+    assert found.resident is not None
+    found.tried[rule] = max(0.0, found.run.mean - found.resident.mean) + resident_s
+
+
+TRIALS: dict[str, Trial] = {
+    **{name: workers(name) for name in ("workers-zero", "workers-few", "workers-many", "fetch-latency")},
+    "batch": larger_batch,
+    "padding": without_padding,
+    "precision": narrower_floats,
+    "layout": channels_last,
+    "collate": plain_collate,
+}
