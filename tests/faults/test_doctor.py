@@ -25,6 +25,7 @@ from stoker.doctor.looks import DeviceFacts
 from stoker.doctor.measure import measure
 from stoker.doctor.measured import Leg, Measured
 from stoker.doctor.operations import Operations, count_flops
+from stoker.doctor.probe import trainer_probe
 from stoker.doctor.rules import RULES, diagnose, verdict
 from stoker.doctor.rules.loader import with_workers
 from stoker.doctor.waterfall import draw, waterfall
@@ -453,3 +454,33 @@ def test_a_change_is_tried_and_taken_back() -> None:
     assert workers is not None
     assert (workers.num_workers, sum(len(batch[0]) for batch in workers)) == (2, 64)
     assert trials.with_workers([1, 2], 2) is None
+
+
+def trainer_of(folder: Path) -> Any:
+    """A small model of Hugging Face's library with random weights."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(**shape, intermediate_size=32, hidden_dropout_prob=0.0,
+                                     attention_probs_dropout_prob=0.0)  # fmt: skip
+    rows = [{"input_ids": torch.arange(8) + row % 40, "labels": torch.tensor(row % 2)} for row in range(16)]
+    arguments = transformers.TrainingArguments(
+        str(folder), report_to=[], use_cpu=True, max_steps=1, per_device_train_batch_size=16, save_strategy="no",
+        lr_scheduler_type="constant", learning_rate=1e-2, disable_tqdm=True, dataloader_num_workers=0,
+    )  # fmt: skip
+    return transformers.Trainer(transformers.BertForSequenceClassification(config), arguments, train_dataset=rows)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_hugging_face_trainer_is_stepped_as_it_steps_itself(tmp_path: Path) -> None:
+    theirs = trainer_of(tmp_path / "theirs")
+    theirs.train()
+    ours = trainer_of(tmp_path / "ours")
+    probe = trainer_probe(ours)
+    probe.step(next(iter(probe.loader)))
+    for one, two in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+    found = measure(probe, 0.2)
+    assert found.run is not None
+    assert not found.troubles
+    assert (found.loader.kind, found.samples) == ("DataLoader", 16)

@@ -24,6 +24,7 @@ from stoker.doctor.lines import own_place
 
 Place = tuple[str, int]  # file, line
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "_scaled_mm"}
+SCORES = {"_softmax", "_safe_softmax", "_softmax_backward_data", "logsumexp"}  # operations that are given them
 LEAST_SIDE = 16  # of the scores of attention; smaller ones are classes
 SYNC = "called a synchronizing CUDA operation"  # of torch's warning
 
@@ -65,9 +66,14 @@ class Calls:
             shape[-2:]
             for call in self.calls
             for shape in call.shapes
-            if "softmax" in call.name and len(shape) >= 3 and min(shape[-2:]) >= LEAST_SIDE
+            if call.name in SCORES and len(shape) >= 3 and min(shape[-2:]) >= LEAST_SIDE
         }
-        return lambda call: "flex_attention" in call.name or any(shape[-2:] in sides for shape in call.shapes)
+        return lambda call: _is_uncompiled(call) or any(shape[-2:] in sides for shape in call.shapes)
+
+    @property
+    def uncompiled(self) -> bool:
+        """Attention that is made to be compiled, and is not: its operations are called one by one."""
+        return any(map(_is_uncompiled, self.calls))
 
     @property
     def attention_share(self) -> float:
@@ -88,6 +94,12 @@ class Calls:
     def sync_lines(self, count: int = 3) -> list[str]:
         ordered = sorted(self.syncs.items(), key=lambda one: -one[1])[:count]
         return [f"{told(place)}  ({times:,} times a step)" for place, times in ordered]
+
+
+def _is_uncompiled(call: Call) -> bool:
+    if call.place is not None and "flex_attention(" in linecache.getline(*call.place):
+        return True
+    return "flex_attention" in call.name
 
 
 def told(place: Place) -> str:

@@ -29,6 +29,7 @@ OTHERS = (
     str(PACKAGE / "__main__.py"),
     "<frozen",
     "<string>",
+    "<eval_with_key",  # code that torch wrote
 )
 WRITES = ("print(", ".write(", ".flush(", "logging.", "logger.", ".log(", "log.info", "writerow(")
 SAVES = ("torch.save(", "save_file(", "pickle.dump(", "np.save(", "save_pretrained(", "save_checkpoint(")

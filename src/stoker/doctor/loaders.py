@@ -38,7 +38,6 @@ class Split:
     cpu_s: float  # CPU seconds of the second time
     collate_s: float
     sequential_s: float | None = None  # as many samples that lie side by side
-    plain_collate_s: float = 0.0  # by torch's own way, where it was tried
 
     @property
     def busy_s(self) -> float:
@@ -97,7 +96,9 @@ def _of_recipe(make: Callable[[Any], Any], kept: list[Any]) -> Split:
     cold, _, _ = _timed(lambda: [make(step) for step in kept])
     before = _seconds_of_children()
     warm, cpu, _ = _timed(lambda: [make(step) for step in kept])
-    cpu += _seconds_of_children() - before
+    cpu = (
+        min(cpu, warm) + _seconds_of_children() - before
+    )  # torch's threads spin while they wait for the next operation
     count = max(1, len(kept))
     return Split(cold / count, warm / count, cpu / count, 0.0)
 

@@ -85,6 +85,11 @@ class Measured:
         return self.samples / self.run.mean if self.run is not None else None
 
     @property
+    def run_s(self) -> float:
+        assert self.run is not None
+        return self.run.mean
+
+    @property
     def host_share(self) -> float:
         """Of a resident step: the device has nothing to do, or on a CPU, does nothing that matters."""
         if self.operations is None or self.resident is None:

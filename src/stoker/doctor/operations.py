@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 STEPS = 3
 SHORT_US = 20.0  # an operation that takes less is mostly the call itself
+LOOPED = 0.5  # of the forward pass in such operations, from which all of it counts as a loop
 ALIKE, ALIKE_US = 200, 500.0  # so many of one name in a step, and no longer than this on average, come from a loop
 PRODUCTS = (
     "mm",
@@ -106,7 +107,7 @@ def _busy_and_short_us(events: Sequence[Any], called: Sequence[Any]) -> tuple[fl
         few = [event for event in some if event.time_range.elapsed_us() < SHORT_US or event.name in alike]
         short[backward] = _union(few)
         forward_us = forward_us if backward else _union(some)
-    looped = short[False] / forward_us if forward_us else 1.0
+    looped = min(1.0, short[False] / (LOOPED * forward_us)) if forward_us else 1.0
     inside = _union(called)
     between = _union([*called, *(event for event in events if event.name.startswith(BACKWARD))]) - inside
     return inside + between * (1 - looped), short[False] + short[True] * looped

@@ -143,5 +143,24 @@ def lightning_probe(module: Any, loader: Iterable[Any]) -> Probe:
     return Probe(loader, step, module, name=type(module).__name__)
 
 
+def trainer_probe(trainer: Any) -> Probe:
+    """A Hugging Face Trainer, stepped as its own loop does: forward, backward, clipped, updated."""
+    loader = trainer.get_train_dataloader()
+    trainer.create_optimizer()
+    # Its loop would set it: what a loss is divided by.
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    trainer.model.to(trainer.args.device)
+    trainer.model.train()
+
+    def step(batch: Any) -> None:
+        trainer.training_step(trainer.model, batch)
+        if trainer.args.max_grad_norm:
+            nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
+        trainer.optimizer.step()
+        trainer.model.zero_grad()
+
+    return Probe(loader, step, trainer.model, name=type(trainer.model).__name__)
+
+
 def num_cores() -> int:
     return len(os.sched_getaffinity(0))

@@ -7,6 +7,7 @@ A change that cannot be made here, such as a loop written anew, has no trial: it
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -107,19 +108,19 @@ def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_collate(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
-    """Torch's own way to put samples together, where these samples let it."""
+    """Batches put together torch's own way, where these samples let it."""
     loader = probe.loader
     assert isinstance(loader, DataLoader)
     assert loader.batch_sampler is not None
-    assert found.split is not None
-    rows = list(next(iter(loader.batch_sampler)))
-    samples = [loader.dataset[row] for row in rows]
+    assert found.resident is not None
     spent = []
-    for _ in range(3):
+    for rows in islice(loader.batch_sampler, 4):
         begin = time.perf_counter()
-        default_collate(samples)
+        default_collate([loader.dataset[row] for row in rows])
         spent.append(time.perf_counter() - begin)
-    found.split = replace(found.split, plain_collate_s=min(spent))
+    workers, made = loader.num_workers, float(np.median(spent))
+    resident = found.resident.mean
+    found.tried["collate"] = max(resident, made / min(workers, found.cores)) if workers else resident + made
 
 
 def _seconds(probe: Probe, batches: list[Any], seconds: float) -> float:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Iterator
@@ -216,6 +217,36 @@ def bucket_far_away(wrong: bool) -> Probe:
     loader = DataLoader(
         Samples(sleep_s=0.003), 32, shuffle=True, num_workers=1 if wrong else 16, persistent_workers=True
     )
+    return Probe(loader, trained(model), model)
+
+
+class Link:
+    """Storage that gives one sample at a time, whoever asks."""
+
+    def __init__(self, seconds: float) -> None:
+        self.lock, self.seconds = multiprocessing.get_context("fork").Lock(), seconds
+
+    def fetch(self) -> None:
+        with self.lock:
+            time.sleep(self.seconds)
+
+
+class Far(Dataset[Any]):
+    def __init__(self, link: Link | None) -> None:
+        self.link, self.values = link, torch.randn(4096, FEATURES)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.link is not None:
+            self.link.fetch()
+        return self.values[index], self.values[index].sum()
+
+
+def narrow_link(wrong: bool) -> Probe:
+    model = mlp(256)
+    loader = DataLoader(Far(Link(0.001) if wrong else None), 32, shuffle=True, num_workers=2, persistent_workers=True)
     return Probe(loader, trained(model), model)
 
 

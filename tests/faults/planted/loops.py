@@ -301,7 +301,7 @@ def recompiles(wrong: bool) -> Probe:
     torch._dynamo.config.recompile_limit = 10_000
     model = mlp(64)
     compiled = torch.compile(lambda inputs: model(inputs) * 2, dynamic=False, backend="aot_eager")
-    sizes = range(32, 400) if wrong else [64] * 6
+    sizes = range(200, 568) if wrong else [210] * 6  # as many as the first of them
     batches = [(torch.randn(size, FEATURES), torch.randn(size)) for size in sizes]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 

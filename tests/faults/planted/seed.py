@@ -1,7 +1,7 @@
 """The seed's own training, re-created plainly: float32, attention that nobody compiled, a loop over events.
 
 Pulses of a batch lie in rows of 512; those of one DOM see each other. DOMs are then filled event by event into an array as
-long as the longest event. `cured` says how many of its faults are gone: 1 the loop, 2 the attention too, 3 the precision.
+long as the longest event. `cured` says how many of its faults are gone: 1 the attention, 2 the loop too, 3 the precision.
 """
 
 from typing import Any
@@ -45,8 +45,8 @@ class SeedModel(nn.Module):
         super().__init__()
         self.cured = cured
         self.enter, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
-        self.pulse_layers = nn.ModuleList(Layer(cured >= 2) for _ in range(LAYERS))
-        self.dom_layers = nn.ModuleList(Layer(cured >= 2) for _ in range(LAYERS))
+        self.pulse_layers = nn.ModuleList(Layer(cured >= 1) for _ in range(LAYERS))
+        self.dom_layers = nn.ModuleList(Layer(cured >= 1) for _ in range(LAYERS))
 
     def forward(self, pulses: Tensor, dom: Tensor, event: Tensor) -> Tensor:
         """pulses (R, ROW, 4), dom of each (R, ROW; -1: none), event of each DOM (D)."""
@@ -65,7 +65,7 @@ class SeedModel(nn.Module):
         longest = int(count.max())
         filled = torch.zeros(EVENTS, longest, WIDTH, device=doms.device)
         group = torch.full((EVENTS, longest), -1, device=doms.device)
-        if self.cured >= 1:
+        if self.cured >= 2:
             place = torch.arange(len(event), device=doms.device) - (count.cumsum(0) - count)[event]
             filled[event, place] = doms
             group[event, place] = 0
@@ -113,9 +113,9 @@ def probe(cured: int) -> Probe:
     return Probe(events(device), step, model, num_samples=lambda batch: EVENTS, name=f"seed, {cured} cured")
 
 
-def seeds_loop(wrong: bool) -> Probe:
+def seeds_own(wrong: bool) -> Probe:
     return probe(0 if wrong else 1)
 
 
-def seeds_attention(wrong: bool) -> Probe:
+def seeds_loop(wrong: bool) -> Probe:
     return probe(1 if wrong else 2)

@@ -7,6 +7,7 @@ from stoker.doctor.measured import Measured
 from stoker.doctor.rules.base import NOISE, ms, predicted, rule
 
 WORKERS = (0, 1, 2, 4, 8, 16, 32)
+NO_GAIN = 0.9  # of the step with a change: it was tried, and gains nothing worth it
 ENOUGH = 0.03  # of the step; a worker more that gains less is not worth its memory
 
 
@@ -83,7 +84,8 @@ def loader_cause(found: Measured) -> str | None:
     if split.cold_s > 2 * split.warm_s and split.cold_s - split.warm_s > 0.3 * stall.seconds:
         return "cold-storage"
     if split.latency_s > split.busy_s:
-        return "fetch-latency"
+        more = found.tried.get("fetch-latency")
+        return "fetch-latency" if more is None or more < NO_GAIN * found.run_s else "fetch-bandwidth"
     if split.collate_s > 0.4 * split.busy_s:
         return "collate"
     if facts.kind == "DataLoader" and facts.workers == 0:
@@ -190,6 +192,21 @@ def fetch_latency(found: Measured) -> Finding | None:
     return _stall_finding(found, "fetch-latency", sentence, more, with_workers(found, workers), keys=keys)
 
 
+@rule("fetch-bandwidth")
+def fetch_bandwidth(found: Measured) -> Finding | None:
+    if loader_cause(found) != "fetch-bandwidth":
+        return None
+    assert found.split is not None
+    assert found.resident is not None
+    sentence = "Samples wait for storage, and more of them at once do not come faster: its bandwidth is the limit."
+    change = "copy or pack the data set once onto a local disk (`stoker pack`), or store smaller samples"
+    workers = max(1, min(found.loader.workers or 0, found.cores))
+    after = max(found.resident.mean, found.split.busy_s / workers)
+    if not found.loader.workers:
+        after = found.resident.mean + found.split.busy_s
+    return _stall_finding(found, "fetch-bandwidth", sentence, change, after)
+
+
 @rule("cold-storage")
 def cold_storage(found: Measured) -> Finding | None:
     if loader_cause(found) != "cold-storage":
@@ -238,7 +255,7 @@ def collate(found: Measured) -> Finding | None:
     share = split.collate_s / split.busy_s
     sentence = f"Collating takes {share:.0%} of making a batch: putting samples together is a loop in Python."
     workers = found.loader.workers or 0
-    rest = (split.warm_s + split.plain_collate_s) / max(1, min(workers, found.cores))
+    rest = split.warm_s / max(1, min(workers, found.cores))
     after = found.resident.mean + rest if workers == 0 else max(found.resident.mean, rest)
     return _stall_finding(
         found, "collate", sentence, "collate with one torch.stack, cat or pad_sequence a field", after

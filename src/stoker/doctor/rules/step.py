@@ -201,7 +201,8 @@ def host(found: Measured) -> Finding | None:
     known = sum(found.lines.share(kind) for kind in ("logging", "checkpoint", "optimizer"))
     if found.graphs >= 2 or pieces(found) is not None:
         return None
-    share = _step_share(found, max(0.0, found.host_share - _by_reads(found) - known))
+    elsewhere = found.calls.attention_share if found.calls is not None and found.calls.uncompiled else 0.0
+    share = _step_share(found, max(0.0, found.host_share * (1 - elsewhere) - _by_reads(found) - known))
     if share < 0.15 or batch(found) is not None:
         return None
     operations = found.operations
@@ -278,13 +279,16 @@ def copy(found: Measured) -> Finding | None:
 def attention(found: Measured) -> Finding | None:
     if found.run is None or found.resident is None or found.calls is None:
         return None
-    # Of the time that the device computes; the rest of a step belongs to other rules.
-    whole = found.calls.attention_share * (1 - found.host_share)
+    # Of the time that the device computes; the rest of a step belongs to other rules, unless attention keeps the host busy.
+    whole = found.calls.attention_share * (1 if found.calls.uncompiled else 1 - found.host_share)
     share = _step_share(found, (1 - FUSED) * whole)
     if share < 0.1:
         return None
     sentence = "Attention writes its scores out: every pair of places is computed, kept and read again."
-    change = "torch.nn.functional.scaled_dot_product_attention, or torch.compile(flex_attention) with a block mask"
+    change = "torch.nn.functional.scaled_dot_product_attention"
+    if found.calls.uncompiled:
+        sentence = "flex_attention is not compiled: all pairs, operation by operation, launched by the host."
+        change = "torch.compile(flex_attention) with a block mask, or scaled_dot_product_attention"
     return _without(found, "attention", share, sentence, change, tuple(found.calls.attention_lines()))
 
 
