@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 PLANTED = Path(__file__).parents[1] / "tests" / "faults"
-SECONDS, LEAST, MOST = 8.0, 30, 2000
+SECONDS, LEAST, MOST = 5.0, 30, 2000
 # Which of its verdicts name the right leg for which of our rules. It has no others.
 LEGS = {
     "INPUT-BOUND": {
