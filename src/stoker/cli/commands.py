@@ -235,6 +235,7 @@ class Doctor:
 
     target: Positional[str | None] = None  # recipe, recipe:preset, file.yaml, module:probe, or the folder of a run
     seconds: float = 4.0  # of each measurement
+    only: Literal["speed", "learning"] | None = None  # look at one of them alone
     apply: Path | None = None  # write the changed configuration to this file
     verify: Flag = False  # try the first change, before and after in turns, and write down what came of it
     against: str | None = None  # another run: compare, and end with 1 where this one is slower
@@ -248,7 +249,9 @@ class Doctor:
 
         if self.record and self != Doctor(record=True, json=self.json):
             raise UserError("--record shows what was verified so far, and takes no other option than --json.")
-        if self.against is not None and (self.apply is not None or self.verify or self.seconds != Doctor.seconds):
+        if self.against is not None and (
+            self.apply is not None or self.verify or self.only or self.seconds != Doctor.seconds
+        ):
             raise UserError("--against compares what two runs wrote down: nothing is measured, applied or verified.")
         if self.against is None and self.slower != Doctor.slower:
             raise UserError("--slower is for --against.")
@@ -271,7 +274,7 @@ class Doctor:
         from stoker.doctor import commands
 
         assert self.target is not None
-        found = commands.examine(self.target, overrides, self.seconds, trusted=self.trust)
+        found = commands.examine(self.target, overrides, self.seconds, trusted=self.trust, only=self.only)
         more = []
         if self.apply is not None:
             more.append(commands.apply(self.target, overrides, found, self.apply, trusted=self.trust))

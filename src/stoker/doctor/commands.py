@@ -5,11 +5,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stoker import settings
+from stoker import console, settings
 from stoker.doctor import ledger
 from stoker.doctor.finding import WARNING, Finding
 from stoker.doctor.history import from_events
@@ -42,7 +42,8 @@ class Diagnosis:
 
     @property
     def is_well(self) -> bool:
-        return self.measured.run is not None and not any(one.share >= WARNING for one in self.findings)
+        looked = self.measured.run is not None or self.measured.learning is not None
+        return looked and not any(one.share >= WARNING for one in self.findings)
 
     def as_json(self) -> dict[str, Any]:
         found = self.measured
@@ -54,6 +55,7 @@ class Diagnosis:
             "findings": [one.as_json() for one in self.findings],
             "troubles": found.troubles,
             "notes": self.notes,
+            "learning": None if found.learning is None else asdict(found.learning),
             "seconds": found.seconds,
         }
 
@@ -62,6 +64,8 @@ class Diagnosis:
         rate = f" {found.rate:,.0f} samples/s." if found.rate else ""
         parts = [f"{found.name}: {verdict(found, self.findings)}{rate}"]
         parts += ["", draw(self.bars)] if self.bars else []
+        if found.learning is not None and found.learning.arms:
+            parts += ["", console.table(found.learning.row_of_rates())]
         for one in self.findings:
             parts += ["", *one.lines(found.rate)]
         parts += [""] if found.troubles or self.notes else []
@@ -69,12 +73,16 @@ class Diagnosis:
         return "\n".join([*parts, *self.notes])
 
 
-def examine(words: str, overrides: list[str], seconds: float, *, trusted: bool = False) -> Diagnosis:
+def examine(
+    words: str, overrides: list[str], seconds: float, *, trusted: bool = False, only: str | None = None
+) -> Diagnosis:
     """A target, a probe, or the folder of a run."""
     if not 0 < seconds <= MOST_S:
         raise UserError(f"--seconds is {seconds}; a measurement takes more than 0 and at most {MOST_S:.0f} s.")
     run = _run_of(words)
     if run is not None:
+        if only is not None:
+            raise UserError(f"{words} is a run: --only is for trials.")
         if overrides:
             raise UserError(f"{words} is a run: what its events say does not depend on {overrides[0]}.")
         found = from_events(run)
@@ -85,7 +93,9 @@ def examine(words: str, overrides: list[str], seconds: float, *, trusted: bool =
         return Diagnosis(found, diagnose(found), waterfall(found), notes)
     # Results are printed to standard output: what a probe says goes elsewhere.
     with redirect_stdout(sys.stderr), _opened(words, overrides, trusted=trusted) as (probe, _):
-        found = measure(probe, seconds)
+        if only == "learning" and (probe.loss is None or probe.model is None):
+            raise UserError(f"The probe {words} has no loss and model: of what it learns nothing can be said.")
+        found = measure(probe, seconds, only)
     return Diagnosis(found, diagnose(found), waterfall(found))
 
 

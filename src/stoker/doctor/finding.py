@@ -20,6 +20,7 @@ class Finding:
     high: float | None = None
     cost: str = ""  # what the change costs
     keys: Mapping[str, Any] = field(default_factory=dict)  # of the configuration, for --apply
+    of: str = "speed"  # or learning: then `share` only says how serious it is
 
     @property
     def severity(self) -> str:
@@ -33,7 +34,8 @@ class Finding:
 
     def lines(self, rate: float | None) -> list[str]:
         """For people."""
-        head = f"{self.severity.upper()} {self.rule} ({self.share:.0%}): {self.sentence}"
+        share = f" ({self.share:.0%})" if self.of == "speed" else ""
+        head = f"{self.severity.upper()} {self.rule}{share}: {self.sentence}"
         found = [head, *(f"    {one}" for one in self.evidence), f"    change: {self.change}"]
         if self.factor is not None and self.low is not None and self.high is not None:
             rates = f", from {rate:,.0f} to {rate * self.factor:,.0f} samples/s" if rate else ""
@@ -42,6 +44,6 @@ class Finding:
 
 
 def ranked(findings: Sequence[Finding]) -> list[Finding]:
-    """What costs most comes first; those that cost nothing are not worth a line."""
+    """What costs most comes first, after all that keeps a run from learning; what costs nothing is not worth a line."""
     worth = (one for one in findings if one.share >= NOTICE)
-    return sorted(worth, key=lambda one: (one.rule in LAST, -one.share))
+    return sorted(worth, key=lambda one: (one.of == "speed", one.rule in LAST, -one.share))

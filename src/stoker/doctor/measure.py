@@ -9,11 +9,13 @@ from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
 from stoker import console
 from stoker.doctor import legs, trials
 from stoker.doctor.calls import calls_of
 from stoker.doctor.ceilings import ceilings
+from stoker.doctor.learning.measure import look
 from stoker.doctor.loaders import describe, split_of
 from stoker.doctor.measured import Measured
 from stoker.doctor.operations import count_flops, profile_steps
@@ -21,6 +23,7 @@ from stoker.doctor.probe import Probe
 from stoker.doctor.rules import diagnose
 
 COUNTED = 0.6  # of the time of operations: with less of it counted no floor is told
+LEARNING = 4.0  # times the seconds of a leg, for learning rates
 STUCK_S = 300.0  # a trial that does not move for so long is given up
 
 
@@ -28,8 +31,11 @@ class TrialStuck(Exception):
     """Nothing moved for a long time."""
 
 
-def measure(probe: Probe, seconds: float = 4.0) -> Measured:
-    """All legs, each for about so long. A leg that fails is noted, and the others are measured all the same."""
+def measure(probe: Probe, seconds: float = 4.0, only: str | None = None) -> Measured:
+    """All legs, each for about so long. A leg that fails is noted, and the others are measured all the same.
+
+    `only`: speed, or learning.
+    """
     begin = time.perf_counter()
     found = Measured(name=probe.name, device=probe.device.type, settings=dict(probe.settings))
     found.free_bytes = psutil.virtual_memory().available
@@ -46,6 +52,10 @@ def measure(probe: Probe, seconds: float = 4.0) -> Measured:
         ("the copy to the device", lambda: legs.on_the_device(probe, found, kept, seconds / 2)),
         ("changes that can be tried", lambda: _tried(probe, found, kept, seconds)),
     ]
+    if only == "learning":
+        parts = []
+    if only != "speed" and probe.loss is not None and isinstance(probe.model, nn.Module):
+        parts.append(("what is learnt", lambda: _learning(probe, found, seconds)))
     with console.progress("measure", len(parts), "legs") as bar:
         for name, part in parts:
             _try(found, name, part)
@@ -81,6 +91,10 @@ def _floor(probe: Probe, found: Measured, kept: legs.Kept) -> None:
         # bf16 by autocast has float32 parameters: the higher ceiling is the one that cannot be beaten.
         best = ceilings(probe.device).products
         found.floor_s = flops / (max(best[name], best["bf16"]) if probe.device.type == "cuda" else best[name])
+
+
+def _learning(probe: Probe, found: Measured, seconds: float) -> None:
+    found.learning = look(probe, LEARNING * seconds)
 
 
 def _tried(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from stoker.doctor.calls import Calls
+from stoker.doctor.learning.facts import Learning
 from stoker.doctor.lines import Lines
 from stoker.doctor.loaders import LoaderFacts, Split
 from stoker.doctor.looks import DeviceFacts
@@ -76,6 +77,7 @@ class Measured:
     checkpoint_share: float = 0.0
     drift: float = 0.0  # rate of the last third of a run over that of the first, less one
     slow_rank: tuple[int, float] | None = None  # its number, and how much longer it takes than the median
+    learning: Learning | None = None
     tried: dict[str, float] = field(default_factory=dict)  # seconds of a step with the change of a rule, where tried
     troubles: list[str] = field(default_factory=list)
     seconds: float = 0.0  # that measuring took

@@ -1,6 +1,8 @@
 """What the doctor can drive: a loader and a step, of a recipe or of anybody's own loop."""
 
+import dataclasses
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stoker import console
 from stoker.data.batch import tensors_in
@@ -23,6 +25,7 @@ from stoker.launch.targets import BUILT_IN, OWN, Target
 from stoker.runs.events import EventLog
 from stoker.train.engine import Engine
 from stoker.train.parallel import Ranks
+from stoker.train.precision import autocast
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,31 @@ class Probe:
     name: str = "probe"
     settings: dict[str, Any] = field(default_factory=dict)  # of a recipe: its resolved configuration
     make: Callable[[Any], Any] | None = None  # one batch, made here and now, of a recipe's loader: takes its step
+    loss: Callable[[Any], Tensor] | None = None  # of a batch, to learn from; without it nothing is said of learning
+    optimizer: torch.optim.Optimizer | None = None  # that `step` uses: its kind and its rate are looked at
+    validation: Iterable[Any] | None = None  # batches that must not be among those of `loader`
+    know_nothing: float | None = None  # the loss of a model that has learnt nothing
+    make_optimizer: Callable[[float], torch.optim.Optimizer] | None = None  # of a recipe, by its rate
 
     def samples_of(self, batch: Any) -> int:
         if self.num_samples is not None:
             return max(0, int(self.num_samples(batch)))
         first = next((tensor for tensor in tensors_in(batch) if tensor.ndim), None)
         return 1 if first is None else len(first)
+
+    @property
+    def rate(self) -> float | None:
+        return None if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
+
+    def new_optimizer(self, parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+        """One of the kind that the loop uses, with nothing learnt."""
+        if self.make_optimizer is not None:
+            return self.make_optimizer(rate)
+        if self.optimizer is None:
+            return torch.optim.AdamW(parameters, lr=rate)
+        known = inspect.signature(type(self.optimizer)).parameters
+        options = {key: value for key, value in self.optimizer.defaults.items() if key in known}
+        return type(self.optimizer)(parameters, **{**options, "lr": rate})
 
     @property
     def device(self) -> torch.device:
@@ -99,6 +121,13 @@ def probe_of(target: Target) -> Iterator[Probe]:
                 engine.log_interval(lr)
                 console.be_quiet(False)
 
+        def loss(step: Step) -> Tensor:
+            total = torch.zeros((), device=run.device)
+            with autocast(engine.precision, run.device):
+                for batch in step.batches:
+                    total = total + run.task.losses(run.task.predict(batch), batch).sum()
+            return total / step.num_samples
+
         yield Probe(
             loader=_Steps(run.training, run.seed, run.device),
             step=train,
@@ -107,6 +136,10 @@ def probe_of(target: Target) -> Iterator[Probe]:
             name=target.config.recipe,
             settings=run.settings,
             make=lambda step: [run.training.make(micro.rows) for micro in step.micro_batches],
+            loss=loss,
+            optimizer=engine.optimizer,
+            know_nothing=run.task.know_nothing_loss,
+            make_optimizer=lambda rate: run.make_optimizer(engine.model, dataclasses.replace(engine.config, lr=rate)),
         )
 
 

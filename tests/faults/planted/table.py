@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planted import later, loops, on_gpu, seed
+from planted import later, learning, loops, on_gpu, seed
 from stoker.doctor.probe import Probe
 
 
@@ -14,6 +14,7 @@ class Case:
     tuned: bool = True  # thresholds were chosen with it in sight
     quick: bool = False  # goes into the gate: quick, and far from any threshold
     gpu: bool = False  # needs one
+    learning: bool = False  # what is wrong is what it learns
 
     @property
     def name(self) -> str:
@@ -76,4 +77,36 @@ CASES = (
     Case(on_gpu.healthy_wide, None, tuned=False, gpu=True),
     Case(on_gpu.healthy_channels_last, None, tuned=False, gpu=True),
     Case(on_gpu.healthy_attention, None, tuned=False, gpu=True),
+)
+
+LESSONS = tuple(
+    Case(make, rule, learning=True)
+    for make, rule in (
+        (learning.raw_inputs, "inputs-raw"),
+        (learning.identifiers, "inputs-ids"),
+        (learning.not_a_number, "inputs-not-finite"),
+        (learning.leaked, "target-leaked"),
+        (learning.beyond_the_classes, "labels-range"),
+        (learning.one_label, "labels-constant"),
+        (learning.rare_class, "labels-rare"),
+        (learning.in_order, "order"),
+        (learning.listed_twice, "duplicates"),
+        (learning.judged_on_training, "validation-seen"),
+        (learning.frozen_layer, "frozen"),
+        (learning.detached, "no-gradient"),
+        (learning.dead_units, "dead"),
+        (learning.deep_and_plain, "vanishing"),
+        (learning.rate_too_high, "rate-high"),
+        (learning.rate_too_low, "rate-low"),
+        (learning.others_labels, "labels-unrelated"),
+        (learning.constant_answer, "nothing-learnt"),
+        (learning.learns_classes, None),
+        (learning.learns_numbers, None),
+        (learning.learns_slowly, None),
+        (learning.learns_images, None),
+        (learning.learns_with_dropout, None),
+        (learning.learns_deeply, None),
+        (learning.learns_from_zero, None),
+        (learning.learns_words, None),
+    )
 )

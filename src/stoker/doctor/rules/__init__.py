@@ -5,10 +5,10 @@ A prediction is what the step takes once the cause is gone: the rest of the sum.
 
 from stoker.doctor.finding import Finding, ranked
 from stoker.doctor.measured import Measured
-from stoker.doctor.rules import loader, run, step
+from stoker.doctor.rules import learning, loader, run, step
 from stoker.doctor.rules.base import RULES
 
-__all__ = ["RULES", "diagnose", "loader", "run", "step", "verdict"]
+__all__ = ["RULES", "diagnose", "learning", "loader", "run", "step", "verdict"]
 
 
 def diagnose(found: Measured) -> list[Finding]:
@@ -20,6 +20,8 @@ def verdict(found: Measured, findings: list[Finding]) -> str:
     """One sentence."""
     if findings:
         return findings[0].sentence
+    if found.run is None and found.learning is not None:
+        return "Healthy: it learns, and these rules find nothing that keeps it from it."
     if found.run is None:
         return "Nothing could be measured."
     bound = "its operations" if found.operations is None else _busiest(found)

@@ -1,0 +1,144 @@
+"""Learning rates side by side: every rate starts from the same weights, sees the same batches, draws the same numbers.
+
+The loss of a batch at a rate is compared with the loss of the very same batch where nothing is learnt, so that what batches
+differ by cancels. Whether anything was learnt at all is told by the labels of other samples: what is gained with those too,
+such as the mean of all labels, is no knowledge of the inputs.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stoker.doctor.learning.facts import Arm
+
+RATES = tuple(10.0**power for power in np.arange(-5, -0.9, 0.5))
+MORE = 4  # times that the range is extended, by half a power of ten each
+SURE = 2.0  # errors
+ONE_BATCH_STEPS = 80
+
+Loss = Callable[[Any], Tensor]
+MakeOptimizer = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
+
+
+class Trainer:
+    """Trains for a moment, and puts everything back."""
+
+    def __init__(self, model: nn.Module, loss: Loss, make: MakeOptimizer) -> None:
+        self.model, self._loss, self._make = model, loss, make
+        self._kept = {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        devices = sorted({one.device.index or 0 for one in self.model.parameters() if one.is_cuda})
+        try:
+            with torch.random.fork_rng(devices=devices):
+                yield
+        finally:
+            self.model.load_state_dict(self._kept)
+            for parameter in self.model.parameters():
+                parameter.grad = None
+
+    def losses(self, batches: Sequence[Any], rate: float | None) -> tuple[list[float], list[float], str | None]:
+        """Loss of each batch before it is learnt from, gradient norms, and the first layer that is not finite."""
+        self.model.load_state_dict(self._kept)
+        learnt = [one for one in self.model.parameters() if one.requires_grad]
+        optimizer = self._make(learnt, rate) if rate is not None else None
+        losses: list[float] = []
+        norms: list[float] = []
+        for number, batch in enumerate(batches):
+            torch.manual_seed(number)  # dropout draws the same at every rate
+            for parameter in learnt:
+                parameter.grad = None
+            if optimizer is None:
+                with torch.no_grad():
+                    losses.append(float(self._loss(batch)))
+                continue
+            loss = self._loss(batch)
+            losses.append(float(loss.detach()))
+            loss.backward()  # type: ignore[no-untyped-call]
+            norms.append(_norm(learnt))
+            if not (math.isfinite(losses[-1]) and math.isfinite(norms[-1])):
+                return losses, norms, _first_bad(self.model)
+            optimizer.step()
+        return losses, norms, None
+
+
+def _norm(parameters: Sequence[nn.Parameter]) -> float:
+    found = [one.grad for one in parameters if one.grad is not None]
+    return float(torch.stack(torch._foreach_norm(found)).norm()) if found else 0.0
+
+
+def _first_bad(model: nn.Module) -> str:
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            return name
+        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+            return name
+    # All finite, and too large to be squared: the largest of them.
+    sizes = {name: float(one.grad.abs().max()) for name, one in model.named_parameters() if one.grad is not None}
+    return max(sizes, key=lambda name: sizes[name]) if sizes else "the loss"
+
+
+def try_rates(
+    trainer: Trainer, batches: Sequence[Any], own: float | None, rates: Sequence[float] = RATES
+) -> tuple[list[Arm], Arm | None, Arm | None]:
+    """All arms, the best of them, and that of the run's own rate. No best one: no decision.
+
+    A best rate at the upper end extends the range.
+    """
+    still, _, _ = trainer.losses(batches, None)
+    arms = [_arm(trainer, batches, still, rate) for rate in rates]
+    for _ in range(MORE):
+        if _best(arms) is not arms[-1] or arms[-1].is_bad:
+            break
+        arms.append(_arm(trainer, batches, still, arms[-1].rate * math.sqrt(10)))
+    present = None if own is None else _arm(trainer, batches, still, own)
+    best = _best(arms)
+    return arms, best if best is not None and best.gain > SURE * best.error else None, present
+
+
+def _arm(trainer: Trainer, batches: Sequence[Any], still: Sequence[float], rate: float) -> Arm:
+    losses, norms, bad = trainer.losses(batches, rate)
+    gain, error = (-math.inf, 0.0) if bad else _mean(np.array(still) - np.array(losses))
+    half, most, top = (float(np.quantile(norms, share)) for share in (0.5, 0.99, 1.0)) if norms else (0.0, 0.0, 0.0)
+    return Arm(rate, gain, error, (half, most, top), bad)
+
+
+def _mean(differences: "np.ndarray[Any, Any]") -> tuple[float, float]:
+    """Of the later half: the first batches come before anything was learnt."""
+    late = differences[len(differences) // 2 :]
+    return float(late.mean()), float(late.std(ddof=1) / math.sqrt(len(late))) if len(late) > 1 else math.inf
+
+
+def _best(arms: Sequence[Arm]) -> Arm | None:
+    fit = [arm for arm in arms if not arm.is_bad]
+    return max(fit, key=lambda arm: arm.gain) if fit else None
+
+
+def beyond_others_labels(
+    trainer: Trainer, batches: Sequence[Any], others: Sequence[Any], rate: float
+) -> tuple[float, float]:
+    """What is gained with a batch's own labels beyond what is gained with those of other samples, and its error."""
+    gains = []
+    for some in (batches, others):
+        still, _, _ = trainer.losses(some, None)
+        losses, _, bad = trainer.losses(some, rate)
+        if bad:
+            return 0.0, math.inf
+        gains.append(np.array(still) - np.array(losses))
+    return _mean(gains[0] - gains[1])
+
+
+def learn_one_batch(trainer: Trainer, batch: Any, rate: float) -> tuple[float, float, int]:
+    """Its loss before and after; the better of two rates."""
+    found = []
+    for one in (rate, rate / 10):
+        losses, _, bad = trainer.losses([batch] * ONE_BATCH_STEPS, one)
+        found.append((losses[0], math.inf if bad else min(losses[-5:])))
+    before, after = min(found, key=lambda pair: pair[1])
+    return before, after, ONE_BATCH_STEPS

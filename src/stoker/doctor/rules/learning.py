@@ -1,0 +1,297 @@
+"""Rules of learning: what keeps a loss from falling, or makes it lie. A share says how serious it is, and no more."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+from stoker.doctor.finding import Finding
+from stoker.doctor.learning.arms import SURE
+from stoker.doctor.learning.facts import Feature, Learning
+from stoker.doctor.measured import Measured
+from stoker.doctor.rules.base import rule
+
+SERIOUS, BAD, ODD = 0.9, 0.15, 0.06  # critical, warning, notice
+RAW_MEAN, RAW_SPREAD, RAW_LARGEST = 3.0, 10.0, 100.0
+SKEWED = 5.0
+LEAKED = 0.999  # correlation of an input with the target
+DEAD = 0.4  # of a layer
+VANISHED = 1e-4  # of the relative gradient, first layers over last ones
+SLOW = 0.02  # of what the best rate gains in as many steps: a short trial flatters high rates, so this is little
+FAST = 0.2  # the same at a rate above the best one
+UNMIXED = 4.0  # times what chance makes batches differ
+RARE = 100  # times that one class is as frequent as another
+LEARNT = 0.5  # of its loss that is left of one batch that was learnt
+
+Lesson = Callable[[Learning], Finding | None]
+
+
+def lesson(name: str) -> Callable[[Lesson], Lesson]:
+    """A rule that looks at learning alone."""
+
+    def keep(function: Lesson) -> Lesson:
+        @rule(name)
+        @functools.wraps(function)
+        def asked(found: Measured) -> Finding | None:
+            return None if found.learning is None else function(found.learning)
+
+        return function
+
+    return keep
+
+
+def _finding(name: str, share: float, sentence: str, change: str, evidence: Sequence[str] = ()) -> Finding:
+    return Finding(name, share, sentence, change, tuple(evidence), of="learning")
+
+
+def _told(feature: Feature) -> str:
+    return (
+        f"column {feature.number}: mean {feature.mean:.4g}, spread {feature.spread:.4g}, up to {feature.largest:.4g}, "
+        f"skew {feature.skew:.1f}"
+    )
+
+
+@lesson("inputs-not-finite")
+def inputs_not_finite(found: Learning) -> Finding | None:
+    bad = [one for one in found.features if one.bad_share > 0]
+    if not bad:
+        return None
+    evidence = [f"column {one.number}: {one.bad_share:.2%} of its values" for one in bad[:5]]
+    sentence = (
+        f"{len(bad)} of {len(found.features)} columns that reach {found.features_of} hold NaN or infinite values."
+    )
+    change = "find out where they come from; torch.nan_to_num(inputs) hides them"
+    return _finding("inputs-not-finite", SERIOUS, sentence, change, evidence)
+
+
+@lesson("inputs-ids")
+def inputs_ids(found: Learning) -> Finding | None:
+    """Whole numbers of many kinds that spread far: a number that somebody gave to a thing, and not a measure of it."""
+    ids = [one for one in found.features if _is_id(one)]
+    if not ids:
+        return None
+    sentence = f"Columns that reach {found.features_of} look like identifiers used as numbers: one 7 is not near an 8."
+    change = "nn.Embedding(number of them, width), or a table of what is known of each (such as places)"
+    return _finding("inputs-ids", BAD, sentence, change, [_told(one) for one in ids[:5]])
+
+
+def _is_id(feature: Feature) -> bool:
+    return feature.whole and feature.spread > RAW_SPREAD and abs(feature.skew) < 1
+
+
+@lesson("inputs-raw")
+def inputs_raw(found: Learning) -> Finding | None:
+    raw = [
+        one
+        for one in found.features
+        if not _is_id(one) and (abs(one.mean) > RAW_MEAN or one.spread > RAW_SPREAD or one.largest > RAW_LARGEST)
+    ]
+    if not raw:
+        return None
+    sentence = f"{len(raw)} of {len(found.features)} columns that reach {found.features_of} are raw numbers."
+    worst = sorted(raw, key=lambda one: -one.largest)[:5]
+    return _finding("inputs-raw", SERIOUS, sentence, _normaliser(found.features), [_told(one) for one in worst])
+
+
+def _normaliser(features: Sequence[Feature]) -> str:
+    """A line of code; skewed columns get a logarithm first."""
+    if len(features) > 32:
+        return "inputs = (inputs - inputs_mean) / inputs_spread, both measured once over the training set"
+    skewed = [one.number for one in features if one.skew > SKEWED and one.mean > 0]
+    logarithm = f"inputs[..., {skewed}] = inputs[..., {skewed}].log1p() (then measure again); " if skewed else ""
+    mean = ", ".join(f"{one.mean:.4g}" for one in features)
+    spread = ", ".join(f"{max(one.spread, 1e-6):.4g}" for one in features)
+    return f"{logarithm}inputs = (inputs - torch.tensor([{mean}])) / torch.tensor([{spread}])"
+
+
+@lesson("inputs-constant")
+def inputs_constant(found: Learning) -> Finding | None:
+    constant = [one.number for one in found.features if one.constant]
+    if not constant:
+        return None
+    sentence = f"{len(constant)} of {len(found.features)} columns never change: {constant[:8]}."
+    return _finding("inputs-constant", ODD, sentence, "leave them out, or find out why")
+
+
+@lesson("target-leaked")
+def target_leaked(found: Learning) -> Finding | None:
+    leaked = [one for one in found.features if abs(one.with_target) > LEAKED]
+    if not leaked:
+        return None
+    columns = ", ".join(f"{one.number} ({one.with_target:+.4f})" for one in leaked[:5])
+    sentence = f"The target itself is among the inputs: correlation of column {columns}."
+    return _finding("target-leaked", SERIOUS, sentence, "leave the column out: nothing else needs to be learnt")
+
+
+@lesson("labels-range")
+def labels_range(found: Learning) -> Finding | None:
+    if found.label_error is None:
+        return None
+    change = "as many outputs as there are classes, numbered from 0; one map of classes for training and validation"
+    return _finding(
+        "labels-range", SERIOUS, "Labels lie outside of what the model can answer.", change, [found.label_error]
+    )
+
+
+@lesson("labels-constant")
+def labels_constant(found: Learning) -> Finding | None:
+    if not found.constant_labels:
+        return None
+    sentence = f"All {found.seen or 'the'} labels are the same: there is nothing to learn."
+    return _finding(
+        "labels-constant", SERIOUS, sentence, "look at how labels are read, and in which order samples come"
+    )
+
+
+@lesson("labels-rare")
+def labels_rare(found: Learning) -> Finding | None:
+    counts = found.label_counts
+    total = sum(counts.values())
+    if len(counts) < 2 or len(counts) > 64 or max(counts.values()) < RARE * min(counts.values()):
+        return None
+    most = max(counts, key=lambda one: counts[one])
+    share = counts[most] / total
+    sentence = f"Class {most} has {share:.1%} of the samples: always answering it is right that often."
+    change = "weigh classes in the loss or draw rare ones more often, and judge by a metric that counts classes alike"
+    evidence = [f"{one}: {count:,} of {total:,}" for one, count in sorted(counts.items(), key=lambda pair: pair[1])[:3]]
+    return _finding("labels-rare", BAD, sentence, change, evidence)
+
+
+@lesson("order")
+def order(found: Learning) -> Finding | None:
+    if found.order is None or found.order < UNMIXED:
+        return None
+    sentence = f"Batches differ {found.order:.0f} times as much as chance would make them: samples are not shuffled."
+    return _finding(
+        "order", SERIOUS, sentence, "shuffle=True, or an exact shuffle over all files (stoker.from_parquet)"
+    )
+
+
+@lesson("duplicates")
+def duplicates(found: Learning) -> Finding | None:
+    if found.seen == 0 or found.twice < max(3, 0.01 * found.seen):
+        return None
+    sentence = f"{found.twice:,} of {found.seen:,} samples of the first epoch had been there before."
+    return _finding(
+        "duplicates", BAD, sentence, "look for files that are listed twice, and for a sampler with replacement"
+    )
+
+
+@lesson("validation-seen")
+def validation_seen(found: Learning) -> Finding | None:
+    if not found.in_validation:
+        return None
+    sentence = f"{found.in_validation:,} validation samples are among the training samples: the score says nothing."
+    return _finding("validation-seen", SERIOUS, sentence, "split by file or by group, before anything else")
+
+
+@lesson("frozen")
+def frozen(found: Learning) -> Finding | None:
+    names = [one.name for one in found.layers if one.frozen]
+    if not names:
+        return None
+    sentence = f"{len(names)} of {len(found.layers)} layers do not learn: requires_grad is False."
+    return _finding("frozen", BAD, sentence, f"requires_grad_(True) of {', '.join(names[:5])}, if that is not meant")
+
+
+@lesson("no-gradient")
+def no_gradient(found: Learning) -> Finding | None:
+    names = [one.name for one in found.layers if not one.frozen and not one.gradient]
+    if not names:
+        return None
+    sentence = f"No gradient reaches {len(names)} of {len(found.layers)} layers: {', '.join(names[:5])}."
+    change = (
+        "look for .detach(), .item(), torch.no_grad(), argmax or rounding between them and the loss, or unused layers"
+    )
+    return _finding("no-gradient", SERIOUS, sentence, change)
+
+
+@lesson("dead")
+def dead(found: Learning) -> Finding | None:
+    gone = [one for one in found.layers if one.dead_share > DEAD]
+    if not gone:
+        return None
+    worst = max(gone, key=lambda one: one.dead_share)
+    sentence = f"{worst.dead_share:.0%} of what reaches {worst.name} is zero for every sample: its units are dead."
+    change = "GELU instead of ReLU, smaller weights at the start, a lower rate"
+    evidence = [f"{one.name}: {one.dead_share:.0%}" for one in gone[:5]]
+    return _finding("dead", SERIOUS, sentence, change, evidence)
+
+
+@lesson("vanishing")
+def vanishing(found: Learning) -> Finding | None:
+    sizes = [one.gradient for one in found.layers if one.gradient]
+    if len(sizes) < 4:
+        return None
+    third = len(sizes) // 3 or 1
+    first, last = (math.exp(sum(map(math.log, part)) / len(part)) for part in (sizes[:third], sizes[-third:]))
+    if first > VANISHED * last:
+        return None
+    sentence = f"Gradients of the first layers are {last / first:.2g} times as small as those of the last ones."
+    change = "residual connections, normalisation, ReLU or GELU instead of tanh or sigmoid, weights scaled for them"
+    evidence = [f"{one.name}: {one.gradient:.2g} of its weights" for one in (*found.layers[:2], *found.layers[-2:])]
+    return _finding("vanishing", SERIOUS, sentence, change, evidence)
+
+
+@lesson("rate-high")
+def rate_high(found: Learning) -> Finding | None:
+    best, present = found.best, found.present
+    if best is None or present is None or present.rate <= best.rate or present.gain > FAST * best.gain:
+        return None
+    assert found.rate is not None
+    sentence = f"The rate {found.rate:.2g} is {found.rate / best.rate:.0f} times the best one that was tried."
+    return _finding("rate-high", SERIOUS, sentence, _better_rate(found), _rates(found))
+
+
+@lesson("rate-low")
+def rate_low(found: Learning) -> Finding | None:
+    best, present = found.best, found.present
+    if best is None or present is None or present.rate >= best.rate or present.gain > SLOW * best.gain:
+        return None
+    assert found.rate is not None
+    sentence = f"The rate {found.rate:.2g} is {best.rate / found.rate:.0f} times below the best one that was tried."
+    return _finding("rate-low", SERIOUS, sentence, _better_rate(found), _rates(found))
+
+
+def _better_rate(found: Learning) -> str:
+    assert found.best is not None
+    return f"a rate of {found.best.rate / 2:.2g}, half of the best one of a short trial"
+
+
+def _rates(found: Learning) -> list[str]:
+    return ["  ".join(row) for row in found.row_of_rates()]
+
+
+@lesson("nothing-learnt")
+def nothing_learnt(found: Learning) -> Finding | None:
+    """With its own labels the model gains no more than with those of other samples, and cannot learn one batch either."""
+    if found.with_others_labels is None or found.one_batch is None or found.constant_labels:
+        return None
+    gain, error = found.with_others_labels
+    before, after, steps = found.one_batch
+    learns_one = after < before - LEARNT * abs(before)
+    if gain > SURE * error or learns_one:
+        return None
+    evidence = [
+        f"gain with its own labels beyond those of other samples: {gain:.3g} +- {error:.2g}",
+        f"one batch, learnt for {steps} steps: from {before:.4g} to {after:.4g}",
+        *([f"answers differ by {found.answers:.2%} of their size"] if found.answers is not None else []),
+        *_rates(found),
+    ]
+    sentence = "The model learns nothing, not even one batch by heart: labels of other samples would do as well."
+    change = "look at inputs and labels first (do they belong together?), then at the loss and the head"
+    return _finding("nothing-learnt", SERIOUS, sentence, change, evidence)
+
+
+@lesson("labels-unrelated")
+def labels_unrelated(found: Learning) -> Finding | None:
+    """One batch can be learnt by heart, and nothing of it helps with the next one."""
+    if found.with_others_labels is None or found.one_batch is None or found.constant_labels:
+        return None
+    gain, error = found.with_others_labels
+    before, after, _ = found.one_batch
+    if gain > SURE * error or not after < before - LEARNT * abs(before):
+        return None
+    sentence = "Labels of other samples teach as much as a sample's own: no decision about rates can be made."
+    change = "see whether labels belong to their samples; a hard task may need more batches than this look took"
+    evidence = [f"gain beyond labels of other samples: {gain:.3g} +- {error:.2g}", *_rates(found)]
+    return _finding("labels-unrelated", ODD, sentence, change, evidence)

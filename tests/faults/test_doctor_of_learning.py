@@ -1,0 +1,131 @@
+"""The doctor on planted faults of learning: what keeps a loss from falling is named first; what learns is left alone."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stoker.cli import run as cli
+from stoker.doctor.learning.arms import Trainer, try_rates
+from stoker.doctor.learning.labels import labels_of, with_others_labels
+from stoker.doctor.measure import measure
+from stoker.doctor.rules import diagnose
+
+sys.path.insert(0, str(Path(__file__).parent))
+from planted import learning
+from planted.table import LESSONS
+
+FAULTS = [case for case in LESSONS if case.rule is not None]
+
+
+def findings(probe: Any) -> list[Any]:
+    found = measure(probe, 1.0, "learning")
+    assert not found.troubles
+    return diagnose(found)
+
+
+@pytest.mark.parametrize("case", LESSONS, ids=[case.name for case in LESSONS])
+def test_a_planted_fault_of_learning_is_named(case: Any) -> None:
+    torch.set_num_threads(1)
+    told = findings(case.make(True))
+    if case.rule is None:
+        assert [one.rule for one in told if one.severity != "notice"] == []
+    else:
+        assert told[0].rule == case.rule
+        assert told[0].change
+
+
+def test_everything_is_put_back() -> None:
+    probe = learning.learns_with_dropout(True)
+    model = probe.model
+    assert model is not None
+    model.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    findings(probe)
+    assert not model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(one.grad is None for one in model.parameters())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_rates_are_compared_on_the_same_batches_and_the_range_is_extended() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    batches = [(inputs, inputs.sum(1, keepdim=True)) for inputs in torch.randn(12, 32, 4)]
+
+    def loss(batch: Any) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    trainer = Trainer(model, loss, lambda parameters, rate: torch.optim.SGD(parameters, lr=rate))
+    arms, best, present = try_rates(trainer, batches, 1e-4, rates=(1e-4, 1e-3, 1e-2))
+    assert len(arms) > 3  # the loss still fell at the highest rate
+    assert best is not None
+    assert best.rate > 1e-2
+    assert present is not None
+    assert present.gain == arms[0].gain  # the same weights, batches and draws
+    assert arms[-1].gain < best.gain or arms[-1].is_bad
+    noise = [(inputs, torch.randn(32, 1)) for inputs in torch.randn(12, 32, 4)]
+    with torch.no_grad():
+        model.weight.zero_(), model.bias.zero_()
+    trainer = Trainer(model, loss, lambda parameters, rate: torch.optim.SGD(parameters, lr=rate))
+    assert try_rates(trainer, noise, None)[1] is None  # no decision
+
+
+def test_a_rate_that_explodes_names_the_layer() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+
+    def loss(batch: Any) -> torch.Tensor:
+        return (model(batch) ** 4).mean()
+
+    trainer = Trainer(model, loss, lambda parameters, rate: torch.optim.SGD(parameters, lr=rate))
+    losses, _, bad = trainer.losses([torch.randn(16, 4)] * 30, 1e3)
+    assert bad in dict(model.named_parameters())
+    assert len(losses) < 30
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (torch.zeros(3, 2), torch.arange(3)),
+        [torch.zeros(3, 2), torch.arange(3)],
+        {"x": torch.zeros(3, 2), "labels": torch.arange(3)},
+        {"inputs": {"a": torch.zeros(3)}, "target": torch.arange(3)},
+    ],
+)
+def test_labels_are_found_and_given_to_others(batch: Any) -> None:
+    labels = labels_of(batch)
+    assert labels is not None
+    assert labels.tolist() == [0, 1, 2]
+    other = labels_of(with_others_labels(batch, 1))
+    assert other is not None
+    assert sorted(other.tolist()) == [0, 1, 2]
+    assert type(with_others_labels(batch, 1)) is type(batch)
+
+
+def test_a_batch_without_labels_is_left_alone() -> None:
+    assert labels_of(torch.zeros(3)) is None
+    assert with_others_labels({"x": torch.zeros(3)}, 0) is None
+
+
+def test_a_recipe_is_looked_at_before_it_trains(
+    events_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["doctor", "icecube", "--only", "learning", "--seconds", "1", "--data.path", str(events_dir),
+             "--run.device", "cpu", "--model.width", "16", "--model.heads", "2", "--loader.batch_size", "8"]  # fmt: skip
+    assert cli([*words, "--json"]) in (0, 1)
+    told = json.loads(capsys.readouterr().out)
+    assert not told["troubles"]
+    assert told["learning"]["arms"]
+    assert told["learning"]["know_nothing"] > 0
+    assert told["samples_per_s"] is None
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "bare.py").write_text("import torch, stoker\nprobe = stoker.Probe([torch.ones(4)], print)\n")
+    assert cli(["doctor", "bare:probe", "--only", "learning"]) == 2
+    assert "has no loss" in capsys.readouterr().err
