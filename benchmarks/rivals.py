@@ -12,8 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from torch.utils.data import IterableDataset
 
 PLANTED = Path(__file__).parents[1] / "tests" / "faults"
 SECONDS, LEAST, MOST = 5.0, 30, 2000
@@ -29,6 +32,14 @@ LEGS = {
 }  # fmt: skip
 
 
+class Stream(IterableDataset[Any]):
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
 def loop(name: str) -> None:
     """One case, in the process that TraceML watches."""
     sys.path.insert(0, str(PLANTED))
@@ -40,9 +51,13 @@ def loop(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     traceml.init(mode="auto")
     probe = case.make(True)
+    loader = probe.loader
+    if not isinstance(loader, torch.utils.data.DataLoader):  # without one it measures nothing
+        batches = Stream(loader) if not isinstance(loader, list) else loader
+        loader = torch.utils.data.DataLoader(batches, batch_size=None)
     begin, done = time.perf_counter(), 0
     while done < MOST and (done < LEAST or time.perf_counter() - begin < SECONDS):
-        for batch in probe.loader:
+        for batch in loader:
             with traceml.trace_step(probe.model):
                 probe.step(batch)
             done += 1

@@ -1,5 +1,7 @@
 """The doctor on planted faults: the cause is named first, with a number; a healthy loop is called healthy."""
 
+import collections
+import faulthandler
 import json
 import os
 import signal
@@ -15,7 +17,7 @@ import torch
 
 import stoker
 from stoker.cli import run as cli
-from stoker.doctor import commands, history, ledger, trials
+from stoker.doctor import commands, history, ledger, legs, trials
 from stoker.doctor.calls import Call, Calls, calls_of
 from stoker.doctor.ceilings import ceilings
 from stoker.doctor.finding import Finding, ranked
@@ -484,3 +486,92 @@ def test_a_hugging_face_trainer_is_stepped_as_it_steps_itself(tmp_path: Path) ->
     assert found.run is not None
     assert not found.troubles
     assert (found.loader.kind, found.samples) == ("DataLoader", 16)
+
+
+class Attributes(dict[str, Any]):
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+def test_batches_of_all_kinds_are_walked_through() -> None:
+    batch = Attributes(x=torch.ones(4, 3), y=torch.ones(4))
+    found = measure(stoker.Probe([batch] * 4, lambda batch: batch.x.sum() + batch.y.sum()), 0.1)
+    assert not found.troubles
+    assert found.samples == 4
+    users = collections.UserDict(x=torch.ones(4, 3))
+    assert measure(stoker.Probe([users] * 4, lambda batch: batch["x"].sum()), 0.1).samples == 4
+    sparse = torch.eye(4).to_sparse()
+    assert not measure(stoker.Probe([sparse] * 4, lambda batch: batch.sum()), 0.1).troubles
+    words = measure(stoker.Probe(["a", "b"], lambda batch: None), 0.1)
+    assert "batch" not in [one.rule for one in diagnose(words)]  # nothing of it could be made larger
+
+
+def test_a_loader_that_can_be_read_only_once_is_told() -> None:
+    found = measure(stoker.Probe((torch.ones(4, 2) for _ in range(1)), lambda batch: batch.sum()), 0.1)
+    assert "only once" in found.troubles[0]
+    assert verdict(found, diagnose(found)) == "Nothing could be measured."
+
+
+def test_batches_of_different_sizes_are_counted() -> None:
+    batches = [torch.ones(16, 2), torch.ones(2, 2)] * 8
+    found = measure(stoker.Probe(batches, lambda batch: time.sleep(0.001)), 0.2)
+    assert found.samples == pytest.approx(9, abs=1.5)
+
+
+def test_a_change_that_was_tried_in_vain_is_no_advice() -> None:
+    found = step_of(0.010, resident=Leg((0.006,) * 20), wait_s=0.004, split=Split(0.004, 0.004, 0.004, 0.0))
+    found.loader = LoaderFacts("DataLoader", 0, 0)
+    one = first_rule(found)
+    assert (one.rule, one.severity) == ("workers-zero", "critical")
+    found.tried["workers-zero"] = 0.012
+    one = first_rule(found)
+    assert one.severity == "notice"
+    assert "tried, and gains nothing" in one.sentence
+
+
+def test_an_epoch_of_one_batch_has_no_gap() -> None:
+    assert legs._waits_and_gaps([], [0.2, 0.2], 2, in_between=True) == pytest.approx((0.2, 0.0))
+    assert legs._waits_and_gaps([0.01, 0.01], [0.21], 3, in_between=False) == pytest.approx((0.01, 0.2 / 3))
+
+
+def test_columns_and_targets_are_no_padding() -> None:
+    batches = [(torch.randn(64, 32), torch.nn.functional.one_hot(torch.randint(0, 500, (64,)), 1000)) for _ in range(3)]
+    model = torch.nn.Linear(32, 1000)
+    probe = stoker.Probe(batches, lambda batch: (model(batch[0]) * batch[1]).sum().backward(), model)
+    assert measure(probe, 0.1).padding == 0
+
+
+def test_what_others_set_is_put_back() -> None:
+    """Loggers of torch, handlers of signals, a generator that is somebody's own."""
+    torch._logging.set_logs(graph_breaks=True)
+    faulthandler.register(signal.SIGUSR1)
+    try:
+        state = torch._logging._internal.log_state
+        before = set(state.artifact_names)
+        measure(stoker.Probe([torch.ones(4, 2)] * 4, lambda batch: batch.sum()), 0.1)
+        assert set(state.artifact_names) == before
+        os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
+        torch._logging.set_logs()
+
+
+def test_a_slow_step_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stoker.doctor import measure as module
+
+    monkeypatch.setattr(module, "STUCK_S", 0.5)
+    found = module.measure(stoker.Probe([torch.ones(4)] * 4, lambda batch: time.sleep(0.2)), 0.1)
+    assert not found.troubles  # a leg took longer than that, and moved all the time
+
+
+def test_a_diagnosis_is_told_even_where_nothing_can_be_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quiet.py").write_text("import torch, stoker\nprobe = stoker.Probe([torch.ones(4)] * 5, torch.sum)\n")
+    assert cli(["doctor", "quiet:probe", "--seconds", "0.1", "--apply", "new.yaml"]) == 2
+    told = capsys.readouterr()
+    assert "samples/s" in told.out
+    assert "nothing to apply" in told.err

@@ -275,12 +275,11 @@ class Doctor:
 
         assert self.target is not None
         found = commands.examine(self.target, overrides, self.seconds, trusted=self.trust, only=self.only)
-        more = []
-        if self.apply is not None:
-            more.append(commands.apply(self.target, overrides, found, self.apply, trusted=self.trust))
-        if self.verify:
-            more.append(commands.verify(self.target, overrides, found, self.seconds, trusted=self.trust))
+        seconds = self.seconds if self.verify else None
+        more, refused = commands.further(self.target, overrides, found, self.apply, seconds, trusted=self.trust)
         print_result({**found.as_json(), "more": more}, "\n".join([found.text(), *more]), as_json=self.json)
+        if refused is not None:
+            raise refused
         return 0 if found.is_well else 1
 
 

@@ -47,7 +47,12 @@ def num_samples(batch: Any) -> int:
 
 def num_bytes(value: Any) -> int:
     own = getattr(value, "num_bytes", None)
-    return sum(tensor.nbytes for tensor in tensors_in(value)) if own is None else int(own)
+    return sum(map(tensor_bytes, tensors_in(value))) if own is None else int(own)
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Of a sparse tensor only what is there."""
+    return tensor.nbytes if tensor.layout == torch.strided else int(tensor.element_size() * tensor._nnz())
 
 
 def pin(batch: Any) -> Any:
@@ -74,8 +79,9 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     if _is_dataclass(value):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
         return dataclasses.replace(value, **{name: map_leaves(getattr(value, name), change) for name in fields})
-    if isinstance(value, dict):
-        return {key: map_leaves(item, change) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        changed = {key: map_leaves(item, change) for key, item in value.items()}
+        return changed if type(value) is dict else _alike(value, changed)
     if isinstance(value, list | tuple):
         items = [map_leaves(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -86,7 +92,7 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Everything inside that is no dataclass, dict or tuple itself, with its place."""
     if _is_dataclass(value):
         items: Any = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         items = value.items()
     elif isinstance(value, list | tuple):
         items = enumerate(value)
@@ -119,6 +125,14 @@ def check_batch(batch: Any, made_by: str) -> None:
         raise UserError(
             f"A batch ({made_by}) says that it has {num_samples(batch)} samples, and its `rows` has {len(rows)}."
         )
+
+
+def _alike(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """The same kind of mapping, where it can be made of items: some are more than a dict to who uses them."""
+    try:
+        return type(mapping)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
 
 
 def _is_dataclass(value: Any) -> bool:

@@ -8,7 +8,7 @@ import linecache
 import sys
 import time
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from stoker.doctor.lines import own_place
 
@@ -126,6 +126,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         self.found: list[Call] = []
+        self._wide: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._wait()
@@ -138,9 +139,17 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [one for one in tree_leaves((args, out)) if isinstance(one, torch.Tensor)]
         shapes = tuple(tuple(one.shape) for one in tensors)
         dtype = next((one.dtype for one in tensors if one.is_floating_point()), None)
-        key = (func, args, kwargs or {}) if name in PRODUCTS and dtype == torch.float64 else ()
+        key: tuple[Any, ...] = ()
+        if name in PRODUCTS and dtype == torch.float64 and (name, shapes) not in self._wide:
+            self._wide.add((name, shapes))  # one of each kind: they hold what a step computes
+            key = (func, tree_map(_detached, args), kwargs or {})
         self.found.append(Call(name, _caller(sys._getframe(1)), seconds, shapes, dtype, key))
         return out
+
+
+def _detached(one: Any) -> Any:
+    """A view would notice that the optimizer changed what it is a view of."""
+    return one.detach().clone() if isinstance(one, torch.Tensor) else one
 
 
 def _caller(frame: FrameType | None) -> Place | None:
@@ -176,11 +185,8 @@ def _synchronisations(found: dict[Place, int]) -> Iterator[None]:
 
 def narrower(calls: Calls, repeats: int = 3) -> float:
     """Seconds that the float64 products of a step would save as float32: each is run again, both ways."""
-    seen: dict[Any, list[Call]] = defaultdict(list)
-    for call in calls.calls:
-        if call.key:
-            seen[call.name, call.shapes].append(call)
-    return sum(len(alike) * _saved(alike[0].key, repeats) for alike in seen.values())
+    number = Counter((call.name, call.shapes) for call in calls.calls)
+    return sum(number[call.name, call.shapes] * _saved(call.key, repeats) for call in calls.calls if call.key)
 
 
 def _saved(key: Sequence[Any], repeats: int) -> float:
@@ -190,7 +196,7 @@ def _saved(key: Sequence[Any], repeats: int) -> float:
         is_wide = isinstance(one, torch.Tensor) and one.dtype == torch.float64
         return one.float() if is_wide else one
 
-    less = torch.utils._pytree.tree_map(narrow, args)
+    less = tree_map(narrow, args)
     spent: list[list[float]] = [[], []]
     with torch.no_grad():
         for _ in range(repeats):

@@ -122,6 +122,21 @@ def _opened(words: str, overrides: list[str], *, trusted: bool) -> Iterator[tupl
         yield made, target
 
 
+def further(
+    words: str, overrides: list[str], diagnosis: Diagnosis, out: Path | None, seconds: float | None, *, trusted: bool
+) -> tuple[list[str], UserError | None]:
+    """What applying the changes to `out`, and trying them for `seconds`, came to, or why it could not be done."""
+    told: list[str] = []
+    try:
+        if out is not None:
+            told.append(apply(words, overrides, diagnosis, out, trusted=trusted))
+        if seconds is not None:
+            told.append(verify(words, overrides, diagnosis, seconds, trusted=trusted))
+    except UserError as error:
+        return told, error
+    return told, None
+
+
 def apply(words: str, overrides: list[str], diagnosis: Diagnosis, out: Path, *, trusted: bool = False) -> str:
     """Writes the configuration with the changes of all findings that have some; says what differs."""
     if out.exists():

@@ -6,7 +6,7 @@ The resident step itself is kernels, and the host that launches them.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -39,7 +39,33 @@ KEPT = 6  # batches that the resident step rotates through
 LEAST_STEPS, MOST_STEPS = 6, 400
 ROUNDS = 2  # in which the run and the resident step take turns
 TOGETHER_S = 0.2  # steps of so long are waited for together on a GPU: waiting for each would hold the host up
+AT_MOST = 0.2  # of free memory, for larger batches
 NOTHING = object()  # what a loader without batches gives: a batch may be None
+
+
+_moved_at = time.monotonic()
+
+
+def moved() -> None:
+    """A trial has got somewhere: it does not hang."""
+    global _moved_at
+    _moved_at = time.monotonic()
+
+
+def moving(work: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same work, which is seen to end."""
+
+    def done(batch: Any) -> Any:
+        result = work(batch)
+        moved()
+        return result
+
+    return done
+
+
+def still_for() -> float:
+    """Seconds since anything moved."""
+    return time.monotonic() - _moved_at
 
 
 @dataclass
@@ -86,14 +112,15 @@ def _in_turns(probe: Probe, found: Measured, kept: Kept, source: "Endless", seco
     residents: list[float] = []
     memory: list[int] = []
     after: list[int] = []
-    gaps, cpu = 0.0, 0.0
+    gaps: list[float] = []
+    samples, cpu = 0, 0.0
     graphs = num_graphs()
     with recompile_reasons() as reasons:
         for _ in range(ROUNDS):
             for wait, spent, gap, batch in timed_steps(probe, source, seconds / ROUNDS):
                 runs.append(wait + spent + gap)
-                waits.append(wait)
-                gaps += gap
+                samples += probe.samples_of(batch)
+                (gaps if gap else waits).append(gap or wait)
                 memory.append(psutil.Process().memory_info().rss)
                 after.append(len(runs) + len(residents))
                 if len(kept.given) < KEPT:
@@ -105,13 +132,26 @@ def _in_turns(probe: Probe, found: Measured, kept: Kept, source: "Endless", seco
             with watched_lines() as lines:  # looking costs something: not while the clock runs
                 repeated(probe, kept.resident, seconds / ROUNDS)
             found.lines.add(lines)
+    if not runs:
+        raise ValueError("the loader can be read only once: give one that begins anew each time")
     found.run, found.resident = Leg(tuple(runs)), Leg(tuple(residents))
-    found.wait_s, found.gap_s = float(np.mean(waits)), gaps / len(runs)
+    found.samples = samples / len(runs)
+    found.wait_s, found.gap_s = _waits_and_gaps(waits, gaps, len(runs), in_between=found.loader.workers == 0)
     found.resident_cpu_s = cpu / max(1, len(residents))
     found.graphs, found.reasons = num_graphs() - graphs, tuple(dict.fromkeys(reasons))[:3]
     if found.graphs:
         found.graphs_s = max(0.0, found.run.mean - found.wait_s - float(np.quantile(residents, 0.1)))
     found.grown_bytes = growth(after, memory)
+
+
+def _waits_and_gaps(waits: list[float], gaps: list[float], steps: int, *, in_between: bool) -> tuple[float, float]:
+    """Of a step: waiting for batches, and what the first batch of an epoch takes beyond an ordinary one.
+
+    Where every epoch has one batch, and nobody makes it ahead, all of its making is ordinary.
+    """
+    ordinary = float(np.median(waits)) if waits else (max(gaps, default=0.0) if in_between else 0.0)
+    beyond = sum(max(0.0, gap - ordinary) for gap in gaps)
+    return (sum(waits) + sum(gaps) - beyond) / steps, beyond / steps
 
 
 def warm_up(probe: Probe, batch: Any) -> None:
@@ -177,7 +217,9 @@ def rate_of(probe: Probe, seconds: float) -> float:
     """Samples a second of the run as it is, once what lay ready is used up."""
     with closing(Endless(probe.loader)) as source:
         warm_up(probe, source.take())
-        _skip_what_lay_ready(probe, source, Measured(loader=describe(probe.loader, probe.settings)), seconds)
+        _skip_what_lay_ready(
+            probe, source, Measured(loader=describe(probe.loader, probe.settings, probe.device.type)), seconds
+        )
         samples, begin = 0, time.perf_counter()
         for _, _, _, batch in timed_steps(probe, source, seconds):
             samples += probe.samples_of(batch)
@@ -239,25 +281,32 @@ def can_be_enlarged(probe: Probe, kept: Kept) -> bool:
     """Only plain batches, whose tensors all have one row a sample."""
     if not kept.resident or probe.settings:
         return False
-    size = probe.samples_of(kept.resident[0])
-    return all(tensor.ndim and len(tensor) == size for tensor in tensors_in(kept.resident[0]))
+    size, tensors = probe.samples_of(kept.resident[0]), list(tensors_in(kept.resident[0]))
+    alike = all(one.layout == torch.strided and one.ndim and len(one) == size for one in tensors)
+    return bool(tensors) and size > 0 and alike
 
 
 def with_more_samples(probe: Probe, found: Measured, kept: Kept, seconds: float) -> None:
     if not can_be_enlarged(probe, kept):
         return
-    larger = [enlarged(batch, MORE) for batch in kept.resident]
-    once_s: list[float] = []
-    more_s: list[float] = []
+    some = kept.resident[:2]
+    if len(some) * MORE * found.batch_bytes > AT_MOST * found.free_bytes:
+        return
+    larger = [enlarged(batch, MORE) for batch in some]
+    found.once_s, found.more_s = in_turns(probe, some, probe, larger, seconds)
+
+
+def in_turns(one: Probe, batches: list[Any], other: Probe, others: list[Any], seconds: float) -> tuple[float, float]:
+    """Seconds of a step of both, in the middle. One by one: what else the machine does falls on both."""
+    spent: tuple[list[float], list[float]] = ([], [])
     begin = time.perf_counter()
-    # One by one in turns: what else the machine does falls on both.
-    while len(once_s) < LEAST_STEPS or (time.perf_counter() - begin < seconds and len(once_s) < MOST_STEPS):
-        for batches, spent in ((kept.resident, once_s), (larger, more_s)):
+    while len(spent[0]) < LEAST_STEPS or (time.perf_counter() - begin < seconds and len(spent[0]) < MOST_STEPS):
+        for probe, some, times in ((one, batches, spent[0]), (other, others, spent[1])):
             before = time.perf_counter()
-            probe.step(batches[len(spent) % len(batches)])
+            probe.step(some[len(times) % len(some)])
             synchronise(probe)
-            spent.append(time.perf_counter() - before)
-    found.once_s, found.more_s = float(np.median(once_s[1:])), float(np.median(more_s[1:]))
+            times.append(time.perf_counter() - before)
+    return float(np.median(spent[0][1:])), float(np.median(spent[1][1:]))
 
 
 class Endless:
@@ -269,6 +318,7 @@ class Endless:
 
     def take(self) -> Any:
         """The next batch; NOTHING: the loader has none."""
+        moved()
         self.began = False
         for batch in islice(self._batches, 1):
             return batch
@@ -282,7 +332,7 @@ class Endless:
 
     def close(self) -> None:
         """Whoever makes batches for nobody any more takes processors from the next measurement."""
-        if hasattr(self._batches, "close"):
+        if hasattr(self._batches, "close") and self._batches is not self._loader:  # a generator may be its own loader
             self._batches.close()
         self._batches = iter(())
 

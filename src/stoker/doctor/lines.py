@@ -6,6 +6,7 @@ gets to look.
 
 import linecache
 import random
+import re
 import signal
 import sysconfig
 import time
@@ -32,6 +33,7 @@ OTHERS = (
     "<eval_with_key",  # code that torch wrote
 )
 WRITES = ("print(", ".write(", ".flush(", "logging.", "logger.", ".log(", "log.info", "writerow(")
+GRADIENTS = re.compile(r"\.grad\b(?!\s*\()")  # of parameters, and not autograd.grad(...)
 SAVES = ("torch.save(", "save_file(", "pickle.dump(", "np.save(", "save_pretrained(", "save_checkpoint(")
 
 
@@ -134,6 +136,6 @@ def _kind_of_text(file: str, line: int) -> str:
         return "checkpoint"
     if any(word in text for word in WRITES):
         return "logging"
-    if ".grad" in text or "optimizer.step" in text:
+    if GRADIENTS.search(text) or "optimizer.step" in text:
         return "optimizer"
     return "step"

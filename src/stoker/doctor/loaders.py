@@ -1,7 +1,7 @@
 """What a loader is made of, as far as it can be told from outside: workers, what lies ahead, where a batch's time goes."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -50,15 +50,18 @@ class Split:
         return max(0.0, self.warm_s - self.cpu_s)
 
 
-def describe(loader: Any, settings: Mapping[str, Any]) -> LoaderFacts:
+def describe(loader: Any, settings: Mapping[str, Any], device: str = "cpu") -> LoaderFacts:
     if isinstance(loader, list | tuple):
         return LoaderFacts("batches that are there", 0)
     if settings:
         from stoker.data.loader import LoaderConfig
+        from stoker.recipes.imagenet.data import THREADS_THAT_SCALE
 
         workers, key = settings.get("loader.threads") or LoaderConfig().num_threads, "loader.threads"
-        if settings.get("data.processes"):  # of images: it is they who decode
-            workers, key = settings["data.processes"], "data.processes"
+        if "data.processes" in settings and settings["data.processes"] != 0:  # of images: it is they who decode
+            chosen = settings["data.processes"]
+            if chosen or device == "cuda" or workers > THREADS_THAT_SCALE:
+                workers, key = chosen or workers, "data.processes"
         return LoaderFacts("stoker", workers, settings.get("loader.look_ahead"), key=key)
     if isinstance(loader, torch.utils.data.DataLoader):
         workers = loader.num_workers
@@ -82,14 +85,27 @@ def split_of(probe: Any, kept: list[Any]) -> Split | None:
         rows = list(next(iter(loader.batch_sampler)))
     scale = len(rows) / min(len(rows), LOOKED_AT)
     some = rows[:LOOKED_AT]
-    cold, _, _ = _timed(lambda: [dataset[row] for row in some])
-    warm, cpu, samples = _timed(lambda: [dataset[row] for row in some])
-    size = len(dataset)  # type: ignore[arg-type]
-    first = int(np.random.default_rng(0).integers(0, max(1, size - len(some))))
-    _timed(lambda: [dataset[first]])  # whatever opening its neighbourhood costs is not a price of every sample
-    sequential, _, _ = _timed(lambda: [dataset[row] for row in range(first, min(first + len(some), size))])
+    cold, _, _ = _timed(lambda: fetch(dataset, some))
+    warm, cpu, samples = _timed(lambda: fetch(dataset, some))
+    sequential = _neighbours(dataset, some)
     collate, _, _ = _timed(lambda: loader.collate_fn(samples))
-    return Split(cold * scale, warm * scale, cpu * scale, collate * scale, sequential * scale)
+    aside = None if sequential is None else sequential * scale
+    return Split(cold * scale, warm * scale, cpu * scale, collate * scale, aside)
+
+
+def fetch(dataset: Any, rows: Sequence[Any]) -> Any:
+    """As a DataLoader does: all at once, where a dataset can."""
+    return dataset.__getitems__(rows) if hasattr(dataset, "__getitems__") else [dataset[row] for row in rows]
+
+
+def _neighbours(dataset: Any, rows: Sequence[Any]) -> float | None:
+    """Seconds for as many samples that lie side by side; None where they are not numbered."""
+    if not all(isinstance(row, int) for row in rows) or not hasattr(dataset, "__len__"):
+        return None
+    size = len(dataset)
+    first = int(np.random.default_rng(0).integers(0, max(1, size - len(rows))))
+    fetch(dataset, [first])  # whatever opening its neighbourhood costs is not a price of every sample
+    return _timed(lambda: fetch(dataset, list(range(first, min(first + len(rows), size)))))[0]
 
 
 def _of_recipe(make: Callable[[Any], Any], kept: list[Any]) -> Split:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._logging._internal import set_logs
+from torch._logging._internal import _init_logs, log_state, set_logs
 
-from stoker.data.batch import tensors_in
+from stoker.data.batch import tensor_bytes, tensors_in
+from stoker.doctor.learning.labels import labels_of
 
 LEAST_STEPS = 24  # for a trend of memory
 # Of NVML's reasons for lower clocks: heat, or power that the board does not get. A limit of power under load is usual.
@@ -71,8 +72,16 @@ def growth(steps: list[int], memory: list[int]) -> float:
 
 
 def largest(batch: Any) -> list[torch.Tensor]:
-    found = [tensor for tensor in tensors_in(batch) if tensor.ndim >= 2 and tensor.shape[1] >= 8]
-    return sorted(found, key=lambda tensor: -tensor.nbytes)[:1]
+    """The tensor whose second axis is a length: of tokens, or of values that each have several numbers."""
+    labels = labels_of(batch)
+    found = [tensor for tensor in tensors_in(batch) if tensor is not labels and _is_sequence(tensor)]
+    return sorted(found, key=lambda tensor: -tensor_bytes(tensor))[:1]
+
+
+def _is_sequence(tensor: torch.Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.ndim < 2 or tensor.shape[1] < 8 or not tensor.numel():
+        return False
+    return tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point())
 
 
 def _used(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,6 +130,7 @@ def recompile_reasons() -> Iterator[list[str]]:
 
     handler, logger = Handler(), logging.getLogger("torch._dynamo.guards.__recompiles")
     before = logger.level
+    levels, artifacts = dict(log_state.log_qname_to_level), set(log_state.artifact_names)
     set_logs(recompiles=True)
     logger.addHandler(handler)
     propagate, logger.propagate = logger.propagate, False
@@ -130,4 +140,5 @@ def recompile_reasons() -> Iterator[list[str]]:
         logger.removeHandler(handler)
         logger.propagate = propagate
         logger.setLevel(before)
-        set_logs()
+        log_state.log_qname_to_level, log_state.artifact_names = levels, artifacts
+        _init_logs()

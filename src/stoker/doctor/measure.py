@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -24,11 +25,12 @@ from stoker.doctor.rules import diagnose
 
 COUNTED = 0.6  # of the time of operations: with less of it counted no floor is told
 LEARNING = 4.0  # times the seconds of a leg, for learning rates
+SIGNAL = signal.SIGRTMIN + 7  # nobody's
 STUCK_S = 300.0  # a trial that does not move for so long is given up
 
 
-class TrialStuck(Exception):
-    """Nothing moved for a long time."""
+class TrialStuck(BaseException):
+    """Nothing moved for a long time. Nobody's `except Exception` is to keep it."""
 
 
 def measure(probe: Probe, seconds: float = 4.0, only: str | None = None) -> Measured:
@@ -37,9 +39,10 @@ def measure(probe: Probe, seconds: float = 4.0, only: str | None = None) -> Meas
     `only`: speed, or learning.
     """
     begin = time.perf_counter()
+    probe = replace(probe, step=legs.moving(probe.step), loss=probe.loss and legs.moving(probe.loss))
     found = Measured(name=probe.name, device=probe.device.type, settings=dict(probe.settings))
     found.free_bytes = psutil.virtual_memory().available
-    found.loader = describe(probe.loader, probe.settings)
+    found.loader = describe(probe.loader, probe.settings, probe.device.type)
     kept = legs.Kept()
     parts: list[tuple[str, Callable[[], None]]] = [
         ("the run", lambda: legs.run_and_resident(probe, found, kept, seconds)),
@@ -130,14 +133,20 @@ def _not_stuck() -> Iterator[None]:
     def give_up(number: int, frame: Any) -> None:
         raise TrialStuck
 
-    before = signal.signal(signal.SIGUSR1, give_up)
-    ident = threading.main_thread().ident
+    before = signal.signal(SIGNAL, give_up)
+    ident, over = threading.main_thread().ident, threading.Event()
     assert ident is not None
-    timer = threading.Timer(STUCK_S, lambda: signal.pthread_kill(ident, signal.SIGUSR1))
-    timer.daemon = True
-    timer.start()
+    legs.moved()
+
+    def watch() -> None:
+        while not over.wait(min(1.0, STUCK_S / 4)):
+            if legs.still_for() > STUCK_S:
+                signal.pthread_kill(ident, SIGNAL)
+                legs.moved()
+
+    threading.Thread(target=watch, name="trial", daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
-        signal.signal(signal.SIGUSR1, before)
+        over.set()
+        signal.signal(SIGNAL, before)

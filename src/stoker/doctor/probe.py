@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -185,8 +186,12 @@ def trainer_probe(trainer: Any) -> Probe:
     trainer.model.to(trainer.args.device)
     trainer.model.train()
 
+    done, every = itertools.count(1), trainer.args.gradient_accumulation_steps
+
     def step(batch: Any) -> None:
         trainer.training_step(trainer.model, batch)
+        if next(done) % every:
+            return
         if trainer.args.max_grad_norm:
             nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
         trainer.optimizer.step()

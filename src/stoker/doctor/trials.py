@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, default_collate
 from stoker.data.batch import map_tensors
 from stoker.doctor import legs
 from stoker.doctor.calls import narrower
+from stoker.doctor.loaders import fetch
 from stoker.doctor.looks import largest, used_length
 from stoker.doctor.measured import Measured
 from stoker.doctor.probe import Probe
@@ -50,15 +51,20 @@ def with_workers(loader: Any, count: int) -> "DataLoader[Any] | None":
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
         generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor if count else None,
         persistent_workers=count > 0,
+        pin_memory_device=loader.pin_memory_device,
+        in_order=loader.in_order,
     )
 
 
 def larger_batch(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
     times = better_times(found)
-    larger = [legs.enlarged(batch, times) for batch in kept.resident[:2]]
+    some = kept.resident[:2]
+    larger = [legs.enlarged(batch, times) for batch in some]
     legs.warm_up(probe, larger[0])
-    _note(found, "batch", _seconds(probe, larger, seconds) / times)
+    once, more = legs.in_turns(probe, some, probe, larger, seconds)
+    _note(found, "batch", max(1 / times, more / times / once))
 
 
 def without_padding(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
@@ -69,7 +75,7 @@ def without_padding(probe: Probe, found: Measured, kept: legs.Kept, seconds: flo
         whole, used = tensor.shape[1], max(1, used_length(tensor))
         cut.append(map_tensors(batch, lambda one, whole=whole, used=used: _cut(one, whole, used)))  # type: ignore[misc]
     legs.warm_up(probe, cut[0])
-    _note(found, "padding", _seconds(probe, cut, seconds))
+    _tried_beside(found, "padding", probe, kept.resident, probe, cut, seconds)
 
 
 def _cut(tensor: torch.Tensor, whole: int, used: int) -> torch.Tensor:
@@ -87,20 +93,23 @@ def narrower_floats(probe: Probe, found: Measured, kept: legs.Kept, seconds: flo
 
         other = replace(probe, step=step)
         legs.warm_up(other, kept.resident[0])
-        _note(found, "precision", _seconds(other, kept.resident, seconds))
+        _tried_beside(found, "precision", probe, kept.resident, other, kept.resident, seconds)
     elif found.calls is not None:
-        _note(found, "precision", max(0.1 * found.resident.mean, found.resident.mean - narrower(found.calls)))
+        _note(found, "precision", max(0.1, 1 - narrower(found.calls) / found.calls.seconds))
 
 
 def channels_last(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
     assert probe.model is not None
+    assert found.resident is not None
     batches = map_tensors(kept.resident, _channels_last)
+    weights = [one for one in probe.model.parameters() if one.ndim == 4]
+    was_last = any(not one.is_contiguous() and one.is_contiguous(memory_format=torch.channels_last) for one in weights)
     probe.model.to(memory_format=torch.channels_last)
     try:
         legs.warm_up(probe, batches[0])
-        _note(found, "layout", _seconds(probe, batches, seconds))
+        _note(found, "layout", float(np.mean(legs.repeated(probe, batches, seconds))) / found.resident.mean)
     finally:
-        probe.model.to(memory_format=torch.contiguous_format)
+        probe.model.to(memory_format=torch.channels_last if was_last else torch.contiguous_format)
 
 
 def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,22 +125,25 @@ def plain_collate(probe: Probe, found: Measured, kept: legs.Kept, seconds: float
     spent = []
     for rows in islice(loader.batch_sampler, 4):
         begin = time.perf_counter()
-        default_collate([loader.dataset[row] for row in rows])
+        default_collate(fetch(loader.dataset, rows))
         spent.append(time.perf_counter() - begin)
     workers, made = loader.num_workers, float(np.median(spent))
     resident = found.resident.mean
     found.tried["collate"] = max(resident, made / min(workers, found.cores)) if workers else resident + made
 
 
-def _seconds(probe: Probe, batches: list[Any], seconds: float) -> float:
-    return float(np.mean(legs.repeated(probe, batches, seconds)))
+def _tried_beside(
+    found: Measured, rule: str, one: Probe, batches: list[Any], other: Probe, others: list[Any], seconds: float
+) -> None:
+    before, after = legs.in_turns(one, batches, other, others, seconds)
+    _note(found, rule, after / before)
 
 
-def _note(found: Measured, rule: str, resident_s: float) -> None:
-    """A resident step that takes so long: what the run adds to it stays."""
+def _note(found: Measured, rule: str, ratio: float) -> None:
+    """A resident step that takes so much of what it took: what the run adds to it stays."""
     assert found.run is not None
     assert found.resident is not None
-    found.tried[rule] = max(0.0, found.run.mean - found.resident.mean) + resident_s
+    found.tried[rule] = max(0.0, found.run.mean - found.resident.mean) + ratio * found.resident.mean
 
 
 TRIALS: dict[str, Trial] = {

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from stoker.doctor.measured import Measured
+from stoker.doctor.rules.loader import stall_of
 
 WIDTH = 40
 
@@ -28,7 +29,8 @@ def waterfall(found: Measured) -> list[Bar]:
             Bar("between epochs", found.gap_s, found.gap_s, found.gap_s),
         ]
     low, high = found.resident.interval()
-    mean = found.resident.mean
+    # A run that comes out faster than its own step is noise: bars are parts of a step.
+    mean = min(found.resident.mean, found.run.mean - found.gap_s)
     bars = []
     if found.operations is not None:
         busy = 1 - found.host_share
@@ -48,15 +50,17 @@ def waterfall(found: Measured) -> list[Bar]:
     # Whatever the other legs leave: the sum is the step's time by the clock.
     stall = found.run.mean - found.gap_s - mean - copied
     spread = run_low - found.gap_s - high - copied, run_high - found.gap_s - low - copied
-    for name, share in _stalls(found):
+    for name, share in _stalls(found, stall):
         bars.append(Bar(name, share * stall, share * spread[0], share * spread[1]))
     bars.append(Bar("between epochs", found.gap_s, found.gap_s, found.gap_s))
     return bars
 
 
-def _stalls(found: Measured) -> list[tuple[str, float]]:
-    """Fetching and preparing, in the shares that one thread alone spends on them."""
+def _stalls(found: Measured, stall: float) -> list[tuple[str, float]]:
+    """Fetching and preparing, in the shares that one thread alone spends on them, where they can be what it is."""
     split = found.split
+    if stall_of(found) is None and found.wait_s < 0.3 * stall:
+        return [("not explained", 1.0)]
     if split is None:
         return [("waiting for batches", 1.0)]
     fetch = split.latency_s + max(0.0, split.cold_s - split.warm_s)
@@ -71,7 +75,7 @@ def draw(bars: list[Bar]) -> str:
     for bar in bars:
         left, length = round(WIDTH * max(0.0, begin) / total), round(WIDTH * max(0.0, bar.seconds) / total)
         unsure = " (not significant)" if bar.low <= 0 < bar.seconds and bar.seconds > 0 else ""
-        drawn = " " * left + "#" * length
+        drawn = (" " * left + "#" * length)[:WIDTH]
         lines.append(f"{bar.name:20} {1e3 * bar.seconds:9.3f} ms {bar.seconds / total:5.0%} |{drawn:{WIDTH}}|{unsure}")
         begin += bar.seconds
     return "\n".join([*lines, f"{'step':20} {1e3 * total:9.3f} ms"])

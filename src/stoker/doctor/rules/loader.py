@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from stoker.doctor.finding import Finding
+from stoker.doctor.finding import NOTICE, Finding
 from stoker.doctor.measured import Measured
 from stoker.doctor.rules.base import NOISE, ms, predicted, rule
 
@@ -70,7 +70,7 @@ def loader_cause(found: Measured) -> str | None:
     stall, split, facts = stall_of(found), found.split, found.loader
     if _stands_in_its_way(found):
         return "workers-many"
-    if stall is None or stall.share < 0.05:
+    if stall is None or stall.share < 0.05 or facts.kind == "batches that are there":
         return None
     if _interpreter_is_shared(found, stall):
         return "interpreter"
@@ -136,8 +136,18 @@ def _stall_evidence(found: Measured) -> tuple[str, ...]:
 def _stall_finding(found: Measured, name: str, sentence: str, change: str, after_s: float, **more: object) -> Finding:
     stall = stall_of(found)
     assert stall is not None
-    factor, low, high = predicted(found, found.tried.get(name, after_s))
-    return Finding(name, stall.share, sentence, change, _stall_evidence(found), factor, low, high, **more)  # type: ignore[arg-type]
+    factor, low, high = predicted(found, found.tried.get(name, after_s + found.gap_s))
+    share, sentence = _as_tried(found, name, stall.share, sentence)
+    return Finding(name, share, sentence, change, _stall_evidence(found), factor, low, high, **more)  # type: ignore[arg-type]
+
+
+def _as_tried(found: Measured, name: str, share: float, sentence: str) -> tuple[float, str]:
+    """What a cause costs is no more than what its cure was seen to gain."""
+    if name not in found.tried:
+        return share, sentence
+    gained = max(NOTICE, 1 - found.tried[name] / found.run_s)
+    told = sentence if gained > NOTICE else f"{sentence} The change was tried, and gains nothing on this machine."
+    return min(share, gained), told
 
 
 def _workers_change(found: Measured, workers: int) -> tuple[str, dict[str, object]]:
@@ -176,7 +186,7 @@ def workers_many(found: Measured) -> Finding | None:
     assert found.run is not None
     assert found.resident is not None
     factor, low, high = predicted(found, found.tried.get("workers-many", with_workers(found, workers)))
-    share = 1 - found.resident.mean / found.run.mean
+    share, sentence = _as_tried(found, "workers-many", 1 - found.resident.mean / found.run.mean, sentence)
     return Finding("workers-many", share, sentence, change, _stall_evidence(found), factor, low, high, keys=keys)
 
 
@@ -294,7 +304,8 @@ def loader(found: Measured) -> Finding | None:
     assert found.resident is not None
     made_of = "it is an iterable that does not show what it is made of"
     if found.loader.kind == "DataLoader":
-        made_of = f"a DataLoader with {found.loader.workers} workers; `stoker doctor module:probe` looks into it"
+        made_of = f"a DataLoader with {found.loader.workers} workers"
+        made_of += "" if found.drained_s is not None else "; `stoker doctor module:probe` looks into it"
     sentence = f"The loader is the limit; {made_of}."
     change = "make batches in other threads or processes: stoker.from_dataset(...), or a DataLoader with workers"
     return _stall_finding(found, "loader", sentence, change, found.resident.mean)
@@ -306,12 +317,13 @@ def epoch_gap(found: Measured) -> Finding | None:
         return None
     share = found.gap_s / found.run.mean
     per_epoch = found.gap_s * (found.epoch_steps or 1)
-    sentence = f"Every epoch begins with {ms(per_epoch)} of waiting for its first batch."
+    per = f"{ms(per_epoch)} of waiting" if found.epoch_steps else "waiting"
+    sentence = f"Every epoch begins with {per} for its first batch."
     change = (
         "persistent_workers=True" if not found.loader.persistent else "prefetch the next epoch before this one ends"
     )
     evidence = (
-        f"{found.epoch_steps} steps an epoch; workers outlive it: {'yes' if found.loader.persistent else 'no'}",
+        f"{found.epoch_steps or 'few'} steps an epoch; workers outlive it: {'yes' if found.loader.persistent else 'no'}",
     )
     factor, low, high = predicted(found, found.run.mean - found.gap_s)
     return Finding("epoch-gap", share, sentence, change, evidence, factor, low, high)

@@ -12,6 +12,7 @@ MOST = 0.95  # of a step that can be gained: something remains to be done
 WHOLE = 0.95  # of the asymptotic rate, at which a batch is large enough
 FUSED = 0.15  # of its time that attention needs where its scores are not written out
 MORE = 4  # times the samples, of the step beside which one is measured
+ROOM = 0.1  # of free memory that a larger batch may take
 FULL = 0.92  # of a GPU's memory: another shape may not find room
 
 
@@ -81,7 +82,7 @@ def recompile(found: Measured) -> Finding | None:
 def padding(found: Measured) -> Finding | None:
     if found.run is None or found.resident is None or found.padding < 0.2:
         return None
-    share = _step_share(found, found.padding)
+    share = _tried_share(found, "padding") if "padding" in found.tried else _step_share(found, found.padding)
     sentence = f"{found.padding:.0%} of what is computed is padding."
     change = "sort samples into batches of similar length, or compute on flat, ragged batches (stoker.from_parquet)"
     return _without(found, "padding", share, sentence, change, (f"batches of {found.batch_bytes / 1e6:.1f} MB",))
@@ -142,6 +143,8 @@ def batch(found: Measured) -> Finding | None:
     after = (fixed + times * growing) / times  # for as many samples as now
     after = found.tried.get("batch", max(0.0, found.run.mean - found.resident.mean) + after)
     factor, low, high = predicted(found, after, spread=0.2)
+    if factor < 1.1:
+        return None
     sentence = f"{share:.0%} of the step does not depend on how many samples it has: the batch is too small."
     change = (
         f"a batch of {round(times * found.samples):,} instead of {found.samples:,.0f}, and a learning rate to match"
@@ -161,7 +164,8 @@ def _growing_and_fixed(found: Measured) -> tuple[float, float]:
 def better_times(found: Measured) -> int:
     """How many times the samples a batch should have."""
     growing, fixed = _growing_and_fixed(found)
-    return round(min(64.0, max(2.0, WHOLE / (1 - WHOLE) * fixed / growing)))
+    room = ROOM * found.free_bytes / max(1, found.batch_bytes) if found.free_bytes else 64.0
+    return max(2, round(min(64.0, room, WHOLE / (1 - WHOLE) * fixed / growing)))
 
 
 @rule("pieces")
@@ -206,7 +210,10 @@ def host(found: Measured) -> Finding | None:
     if share < 0.15 or batch(found) is not None:
         return None
     operations = found.operations
-    sentence = f"The host is the limit: {operations.count:,.0f} operations a step are called one by one."
+    sentence = "The host is the limit: "
+    sentence += (
+        f"{operations.count:,.0f} operations a step are called one by one." if operations.count >= 1 else "Python."
+    )
     evidence = (*found.lines.top(3, "step"), *_loops(found), _idle(found))
     change = "compute whole batches instead of the loop on these lines; else torch.compile, or CUDA graphs"
     return _without(found, "host", share, sentence, change, evidence)

@@ -27,11 +27,11 @@ _exporting = False
 def exporting() -> Iterator[None]:
     """Inside the block a model is made of operations that every program knows."""
     global _exporting
-    _exporting = True
+    before, _exporting = _exporting, True
     try:
         yield
     finally:
-        _exporting = False
+        _exporting = before
 
 
 @dataclass(frozen=True)
