@@ -22,6 +22,7 @@ from stoker.doctor.calls import Call, Calls, calls_of
 from stoker.doctor.ceilings import ceilings
 from stoker.doctor.finding import Finding, ranked
 from stoker.doctor.history import from_events
+from stoker.doctor.lines import watched_lines
 from stoker.doctor.loaders import LoaderFacts, Split
 from stoker.doctor.looks import DeviceFacts
 from stoker.doctor.measure import measure
@@ -575,3 +576,16 @@ def test_a_diagnosis_is_told_even_where_nothing_can_be_applied(
     told = capsys.readouterr()
     assert "samples/s" in told.out
     assert "nothing to apply" in told.err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lines_are_looked_at_while_compiled_code_runs() -> None:
+    """The signal came while torch ran what it had compiled, which then tried to compile the one who looked."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    query = torch.randn(1, 2, 128, 16)
+    begin = time.perf_counter()
+    with torch.no_grad(), watched_lines() as lines:
+        while time.perf_counter() - begin < 2.0:
+            flex_attention(query, query, query, score_mod=lambda score, b, h, i, j: score * 2)  # not compiled
+    assert any("not compiled" in line for line in lines.top())

@@ -39,6 +39,7 @@ KEPT = 6  # batches that the resident step rotates through
 LEAST_STEPS, MOST_STEPS = 6, 400
 ROUNDS = 2  # in which the run and the resident step take turns
 TOGETHER_S = 0.2  # steps of so long are waited for together on a GPU: waiting for each would hold the host up
+IN_A_ROW = 4  # steps of one kind, before those of the other
 AT_MOST = 0.2  # of free memory, for larger batches
 NOTHING = object()  # what a loader without batches gives: a batch may be None
 
@@ -297,16 +298,21 @@ def with_more_samples(probe: Probe, found: Measured, kept: Kept, seconds: float)
 
 
 def in_turns(one: Probe, batches: list[Any], other: Probe, others: list[Any], seconds: float) -> tuple[float, float]:
-    """Seconds of a step of both, in the middle. One by one: what else the machine does falls on both."""
+    """Seconds of a step of both, in the middle. What else the machine does falls on both.
+
+    Of a few steps in a row the first finds the caches full of the other's, and does not count.
+    """
     spent: tuple[list[float], list[float]] = ([], [])
     begin = time.perf_counter()
     while len(spent[0]) < LEAST_STEPS or (time.perf_counter() - begin < seconds and len(spent[0]) < MOST_STEPS):
         for probe, some, times in ((one, batches, spent[0]), (other, others, spent[1])):
-            before = time.perf_counter()
-            probe.step(some[len(times) % len(some)])
-            synchronise(probe)
-            times.append(time.perf_counter() - before)
-    return float(np.median(spent[0][1:])), float(np.median(spent[1][1:]))
+            for number in range(IN_A_ROW):
+                before = time.perf_counter()
+                probe.step(some[(len(times) + number) % len(some)])
+                synchronise(probe)
+                if number:
+                    times.append(time.perf_counter() - before)
+    return float(np.median(spent[0])), float(np.median(spent[1]))
 
 
 class Endless:

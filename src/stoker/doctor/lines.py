@@ -4,6 +4,7 @@ A look is worth the time since the one before, so that a call that takes long we
 gets to look.
 """
 
+import functools
 import linecache
 import random
 import re
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import torch
 
 EVERY_S = 0.002
 # Places whose lines nobody can change: torch, other libraries, Python itself, and the doctor.
@@ -89,8 +92,10 @@ def watched_lines() -> Iterator[Lines]:
         if where is not None:
             lines.seconds[*where, kind] += spent
 
+    # The signal may come while torch.compile runs what it has compiled: it would compile us as well, or refuse to.
+    quiet = torch.compiler.disable(look)  # type: ignore[no-untyped-call]
     try:
-        before: Any = signal.signal(signal.SIGALRM, look)
+        before: Any = signal.signal(signal.SIGALRM, quiet)
     except ValueError:  # not the main thread
         yield lines
         return
@@ -109,12 +114,17 @@ def _place(frame: FrameType | None) -> tuple[tuple[str, int] | None, str]:
         file, line = frame.f_code.co_filename, frame.f_lineno or 0
         if file.startswith(str(PACKAGE / "doctor")):
             break  # who drives the step is not part of it
-        own = not any(place in file for place in OTHERS)
+        own = not _is_of_others(file)
         where = (file, line) if own and where is None else where
         if kind == "step":
             kind = _kind_of_text(file, line) if own else _kind_of_file(file)
         frame = frame.f_back
     return where, kind
+
+
+@functools.cache
+def _is_of_others(file: str) -> bool:
+    return any(place in file for place in OTHERS)
 
 
 def own_place(frame: FrameType | None) -> tuple[str, int] | None:
