@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from stoker.cli import run as cli
+from stoker.data.locations import Location
 from stoker.doctor.learning.arms import Trainer, try_rates
 from stoker.doctor.learning.labels import labels_of, with_others_labels
 from stoker.doctor.measure import measure
 from stoker.doctor.rules import diagnose
+from stoker.recipes.icecube.table import open_events
 
 sys.path.insert(0, str(Path(__file__).parent))
 from planted import learning
@@ -129,3 +131,61 @@ def test_a_recipe_is_looked_at_before_it_trains(
     (tmp_path / "bare.py").write_text("import torch, stoker\nprobe = stoker.Probe([torch.ones(4)], print)\n")
     assert cli(["doctor", "bare:probe", "--only", "learning"]) == 2
     assert "has no loss" in capsys.readouterr().err
+
+
+EDGE = """
+from dataclasses import replace
+import torch
+from stoker.recipes.icecube.recipe import RECIPE as ICECUBE
+
+def build_task(run, facts):
+    task = ICECUBE.build_task(run, facts)
+    def losses(prediction, batch):
+        value, bad = prediction[:, 0], torch.isin(batch.rows, torch.tensor([37, 41]))
+        if {forward}:
+            return torch.log(torch.where(bad, -1.0 - 0 * value, 2.0 + value))
+        return torch.arccos(torch.where(bad, 1.0 + 0 * value, 0.1 * value))  # of one
+    task.losses = losses
+    return task
+
+RECIPE = replace(ICECUBE, name="edge", build_task=build_task)
+"""
+
+
+@pytest.mark.parametrize(
+    ("forward", "operation", "cure"), [(True, "log", "clamp_min"), (False, "Acos", "clamp cosines")]
+)
+def test_a_bad_step_is_replayed_to_its_samples_and_its_operation(
+    events_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    forward: bool,
+    operation: str,
+    cure: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = f"edge_{operation.lower()}"
+    (tmp_path / f"{name}.py").write_text(EDGE.replace("{forward}", str(forward)))
+    small = ["--data.path", str(events_dir), "--run.device", "cpu", "--model.width", "16", "--model.heads", "2",
+             "--loader.batch_size", "64", "--train.epochs", "1", "--train.compile", "false"]  # fmt: skip
+    assert cli(["train", f"{name}:RECIPE", *small]) == 0
+    run = next((tmp_path / "runs").iterdir())
+    before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+    capsys.readouterr()
+    assert cli(["doctor", str(run), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    one = told["findings"][0]
+    bad = [
+        event for event in map(json.loads, before[run / "events.jsonl"].splitlines()) if event["event"] == "bad_step"
+    ]
+    table = open_events(Location(events_dir)).columns["id"]
+    expected = sorted({int(table[37]), int(table[41])} & set(bad[0]["samples"]))
+    assert one["rule"] == "bad-step"
+    assert f"sample {', '.join(map(str, expected))} (" in one["sentence"]
+    assert any(operation in line for line in one["evidence"])
+    assert cure in one["change"]
+    if forward:
+        assert any(f"{name}.py" in line and "torch.log" in line for line in one["evidence"])
+    assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before

@@ -126,9 +126,9 @@ class Loader:
         assert taken or not first, "an empty window leaves the whole budget"
         return taken
 
-    def make(self, rows: Indices) -> Any:
-        """These samples as one batch, made here and now."""
-        micro = MicroBatch(rows, copies=np.zeros_like(rows), partners=np.arange(len(rows)))
+    def make(self, rows: Indices, seed: int = 0, epoch: int = 0) -> Any:
+        """These samples as one batch, made here and now, with what is drawn for them in an epoch."""
+        micro = MicroBatch(rows, seed, epoch, copies=np.zeros_like(rows), partners=np.arange(len(rows)))
         value: Any = micro
         with self._samples_named(micro):
             for stage in self._stages:

@@ -17,10 +17,12 @@ from stoker.doctor.legs import Endless, timed_steps, warm_up
 from stoker.doctor.measure import measure
 from stoker.doctor.measured import Measured
 from stoker.doctor.probe import Probe, find_probe, probe_of
+from stoker.doctor.replay import replay
 from stoker.doctor.rules import diagnose, verdict
 from stoker.doctor.waterfall import Bar, draw, waterfall
 from stoker.errors import UserError
 from stoker.files import write_bytes
+from stoker.launch.commands import rebuild_run
 from stoker.launch.targets import BUILT_IN, Target, resolve_target
 from stoker.runs.events import EventLog
 from stoker.runs.folder import RunFolder, open_run
@@ -90,13 +92,26 @@ def examine(
             "From the events of the run alone. Which part of a step is to blame, and what a change would gain, takes a "
             f"trial: `stoker doctor {run.config}`."
         ]
-        return Diagnosis(found, diagnose(found), waterfall(found), notes)
+        replayed, more = _replays(run, trusted=trusted)
+        return Diagnosis(found, [*replayed, *diagnose(found)], waterfall(found), [*notes, *more])
     # Results are printed to standard output: what a probe says goes elsewhere.
     with redirect_stdout(sys.stderr), _opened(words, overrides, trusted=trusted) as (probe, _):
         if only == "learning" and (probe.loss is None or probe.model is None):
             raise UserError(f"The probe {words} has no loss and model: of what it learns nothing can be said.")
         found = measure(probe, seconds, only)
     return Diagnosis(found, diagnose(found), waterfall(found))
+
+
+def _replays(run: RunFolder, *, trusted: bool) -> tuple[list[Finding], list[str]]:
+    """The first bad step that the run wrote down, once more; or why that cannot be done."""
+    bundles = sorted((run.path / "bad_steps").glob("step-*"))
+    if not bundles:
+        return [], []
+    try:
+        with redirect_stdout(sys.stderr):
+            return [replay(rebuild_run(run, trusted=trusted), bundles[0]).finding()], []
+    except UserError as error:
+        return [], [f"{len(bundles)} bad steps were written down, and {bundles[0].name} cannot be replayed: {error}"]
 
 
 def _run_of(words: str) -> RunFolder | None:

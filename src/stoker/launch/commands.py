@@ -133,6 +133,15 @@ def evaluate_run(path: Path, which: str, weights: str, overrides: list[str], *, 
         return Outcome(folder, target.recipe, metrics, about=dict(model.about))
 
 
+def rebuild_run(folder: RunFolder, *, trusted: bool = False) -> Run:
+    """A run as it was trained, with its data, in this process: to look at single steps of it."""
+    target = _for_use(folder, [], "a replay", trusted=trusted)
+    run = build_run(target.recipe, target.config, Ranks())
+    check_facts(folder, run.data)
+    check_same_data(folder, run.data, [])
+    return run
+
+
 def _about(folder: RunFolder, model: Trained, run: Run) -> dict[str, str]:
     """What was judged on what, for whoever finds the numbers later."""
     return {
