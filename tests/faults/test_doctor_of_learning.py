@@ -189,3 +189,13 @@ def test_a_bad_step_is_replayed_to_its_samples_and_its_operation(
     if forward:
         assert any(f"{name}.py" in line and "torch.log" in line for line in one["evidence"])
     assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
+
+
+def test_a_run_is_checked_before_it_trains(events_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["--data.path", str(events_dir), "--run.device", "cpu", "--model.width", "16", "--model.heads", "2",
+             "--loader.batch_size", "16", "--train.steps", "2"]  # fmt: skip
+    assert cli(["train", "icecube", "--check", *small, "--train.lr", "30"]) == 2
+    assert not (tmp_path / "runs").exists()
+    assert cli(["train", "icecube", "--check", *small]) == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 1

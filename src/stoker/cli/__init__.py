@@ -8,11 +8,10 @@ import io
 import os
 import signal
 import sys
-from importlib.metadata import version
 
 import tyro
 
-from stoker import console
+from stoker import __version__, console
 from stoker.cli.commands import COMMANDS, Command, Config, check_bare_keys, keys_are_asked, pack_command
 from stoker.errors import MachineError, Stopped, UserError
 
@@ -57,7 +56,7 @@ def run(words: list[str]) -> int:
     """Exit code 0: fine; 1: findings, or the work failed; 2: the user's mistake."""
     words, overrides = _split_overrides(words or ["--help"])
     if words[0] == "--version":
-        print(f"stoker {version('stoker')}")
+        print(f"stoker {__version__}")
         return 0
     try:
         check_bare_keys(words)

@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import Positional, arg
 
 from stoker import console
+from stoker.cli.doctor import Doctor, stop_if_it_cannot_learn
+from stoker.cli.options import Flag
 from stoker.cli.output import is_other_rank, print_result, show_check, show_outcome
 from stoker.errors import UserError
 
-Flag = FlagCreatePairsOff[bool]
 Options = TypeVar("Options")
 
 
@@ -111,6 +112,9 @@ class Train:
     init_from: Path | None = None  # a checkpoint whose weights to begin with; everything else begins anew
     allow_partial: Flag = False  # with --init-from: take the weights that fit, and list the others
     gpus: int | None = None  # processes to start on this machine, one a GPU
+    check: Flag = (
+        False  # look first at what it would learn (`stoker doctor --only learning`), and stop if that is serious
+    )
     trust: Flag = False  # run the code of a recipe that a file names
     json: Flag = False  # print the result as JSON
 
@@ -118,6 +122,8 @@ class Train:
         from stoker.launch import commands, targets
 
         target = targets.resolve_target(self.target, overrides, trusted=self.trust)
+        if self.check:
+            stop_if_it_cannot_learn(self.target, overrides, trusted=self.trust)
         if self.gpus is not None:
             return _in_processes(self.gpus, target.config.run.device)
         outcome = commands.start(target, init_from=self.init_from, allow_partial=self.allow_partial)
@@ -227,60 +233,6 @@ class Export:
         text = "\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in result.items())
         print_result(result, text, as_json=self.json)
         return 0
-
-
-@dataclass(frozen=True)
-class Doctor:
-    """Say why a run is slow: what limits it, by how much, what to change, and what that will gain."""
-
-    target: Positional[str | None] = None  # recipe, recipe:preset, file.yaml, module:probe, or the folder of a run
-    seconds: float = 4.0  # of each measurement
-    only: Literal["speed", "learning"] | None = None  # look at one of them alone
-    apply: Path | None = None  # write the changed configuration to this file
-    verify: Flag = False  # try the first change, before and after in turns, and write down what came of it
-    against: str | None = None  # another run: compare, and end with 1 where this one is slower
-    slower: float = 0.05  # share of the rate from which a run counts as slower, of --against
-    record: Flag = False  # show how often predictions were right
-    trust: Flag = False  # run the code of a recipe that a file names
-    json: Flag = False  # print the result as JSON
-
-    def run(self, overrides: list[str]) -> int:
-        from stoker.doctor import commands, ledger
-
-        if self.record and self != Doctor(record=True, json=self.json):
-            raise UserError("--record shows what was verified so far, and takes no other option than --json.")
-        if self.against is not None and (
-            self.apply is not None or self.verify or self.only or self.seconds != Doctor.seconds
-        ):
-            raise UserError("--against compares what two runs wrote down: nothing is measured, applied or verified.")
-        if self.against is None and self.slower != Doctor.slower:
-            raise UserError("--slower is for --against.")
-        if self.record:
-            rows = ledger.score()
-            print_result(rows, console.table(rows) if len(rows) > 1 else "nothing was verified yet", as_json=self.json)
-            return 0
-        if self.target is None:
-            raise UserError("What should be looked at? `stoker doctor TARGET`, `module:probe`, or the folder of a run.")
-        if self.against is not None:
-            compared = commands.against(self.target, self.against, self.slower)
-            slower = "slower" if compared.slower else "not slower"
-            interval = f"{compared.low:.2f} to {compared.high:.2f}"
-            text = f"{console.table(compared.rows)}\n{slower}: {compared.ratio:.2f} ({interval})"
-            print_result(compared.as_json(), text, as_json=self.json)
-            return 1 if compared.slower else 0
-        return self._examine(overrides)
-
-    def _examine(self, overrides: list[str]) -> int:
-        from stoker.doctor import commands
-
-        assert self.target is not None
-        found = commands.examine(self.target, overrides, self.seconds, trusted=self.trust, only=self.only)
-        seconds = self.seconds if self.verify else None
-        more, refused = commands.further(self.target, overrides, found, self.apply, seconds, trusted=self.trust)
-        print_result({**found.as_json(), "more": more}, "\n".join([found.text(), *more]), as_json=self.json)
-        if refused is not None:
-            raise refused
-        return 0 if found.is_well else 1
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,90 @@
+"""`stoker doctor`, and the look that `stoker train --check` takes first."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tyro.conf import Positional
+
+from stoker import console
+from stoker.cli.options import Flag
+from stoker.cli.output import print_result
+from stoker.errors import MachineError, UserError
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say why a run is slow: what limits it, by how much, what to change, and what that will gain."""
+
+    target: Positional[str | None] = None  # recipe, recipe:preset, file.yaml, module:probe, or the folder of a run
+    seconds: float = 4.0  # of each measurement
+    only: Literal["speed", "learning"] | None = None  # look at one of them alone
+    apply: Path | None = None  # write the changed configuration to this file
+    verify: Flag = False  # try the first change, before and after in turns, and write down what came of it
+    against: str | None = None  # another run: compare, and end with 1 where this one is slower
+    slower: float = 0.05  # share of the rate from which a run counts as slower, of --against
+    record: Flag = False  # show how often predictions were right
+    trust: Flag = False  # run the code of a recipe that a file names
+    json: Flag = False  # print the result as JSON
+
+    def run(self, overrides: list[str]) -> int:
+        from stoker.doctor import commands, ledger
+
+        if self.record and self != Doctor(record=True, json=self.json):
+            raise UserError("--record shows what was verified so far, and takes no other option than --json.")
+        if self.against is not None and (
+            self.apply is not None or self.verify or self.only or self.seconds != Doctor.seconds
+        ):
+            raise UserError("--against compares what two runs wrote down: nothing is measured, applied or verified.")
+        if self.against is None and self.slower != Doctor.slower:
+            raise UserError("--slower is for --against.")
+        if self.record:
+            rows = ledger.score()
+            print_result(rows, console.table(rows) if len(rows) > 1 else "nothing was verified yet", as_json=self.json)
+            return 0
+        if self.target is None:
+            raise UserError("What should be looked at? `stoker doctor TARGET`, `module:probe`, or the folder of a run.")
+        if self.against is not None:
+            compared = commands.against(self.target, self.against, self.slower)
+            slower = "slower" if compared.slower else "not slower"
+            interval = f"{compared.low:.2f} to {compared.high:.2f}"
+            text = f"{console.table(compared.rows)}\n{slower}: {compared.ratio:.2f} ({interval})"
+            print_result(compared.as_json(), text, as_json=self.json)
+            return 1 if compared.slower else 0
+        return self._examine(overrides)
+
+    def _examine(self, overrides: list[str]) -> int:
+        from stoker.doctor import commands
+
+        assert self.target is not None
+        found = commands.examine(self.target, overrides, self.seconds, trusted=self.trust, only=self.only)
+        seconds = self.seconds if self.verify else None
+        more, refused = commands.further(self.target, overrides, found, self.apply, seconds, trusted=self.trust)
+        print_result({**found.as_json(), "more": more}, "\n".join([found.text(), *more]), as_json=self.json)
+        if refused is not None:
+            raise refused
+        return 0 if found.is_well else 1
+
+
+def stop_if_it_cannot_learn(target: str, overrides: list[str], *, trusted: bool) -> None:
+    """In a process of its own: nothing that it opens or compiles is in the way of the run. Of several ranks nobody looks."""
+    if "RANK" in os.environ:  # the one who started us has looked
+        return
+    words = [sys.executable, "-m", "stoker", "doctor", target, "--only", "learning", "--seconds", "1", "--json"]
+    done = subprocess.run([*words, *overrides, *(["--trust"] if trusted else [])], stdout=subprocess.PIPE, text=True)
+    if done.returncode == 2:
+        raise UserError("What the model would learn could not be looked at: see above.")
+    try:
+        told = json.loads(done.stdout)
+    except ValueError:
+        raise MachineError(f"The look at what the model learns ended with {done.returncode}: see above.") from None
+    serious = [one for one in told["findings"] if one["of"] == "learning" and one["severity"] == "critical"]
+    for one in serious:
+        console.say("\n    ".join([f"CRITICAL {one['rule']}: {one['sentence']}", *one["evidence"], one["change"]]))
+    if serious:
+        raise UserError(f"Not trained: {serious[0]['sentence']} Without --check it is trained all the same.")
+    console.say(f"check: {told['verdict']}")
