@@ -1,6 +1,7 @@
 """The doctor on planted faults of learning: what keeps a loss from falling is named first; what learns is left alone."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import pytest
 import torch
 
 from stoker.cli import run as cli
+from stoker.cli.doctor import stop_if_it_cannot_learn
 from stoker.data.locations import Location
 from stoker.doctor.learning.arms import Trainer, try_rates
 from stoker.doctor.learning.labels import labels_of, with_others_labels
 from stoker.doctor.measure import measure
 from stoker.doctor.rules import diagnose
+from stoker.errors import UserError
 from stoker.recipes.icecube.table import open_events
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -119,7 +122,7 @@ def test_a_recipe_is_looked_at_before_it_trains(
     events_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["doctor", "icecube", "--only", "learning", "--seconds", "1", "--data.path", str(events_dir),
+    words = ["doctor", "icecube", "--only", "learning", "--seconds", "0.2", "--data.path", str(events_dir),
              "--run.device", "cpu", "--model.width", "16", "--model.heads", "2", "--loader.batch_size", "8"]  # fmt: skip
     assert cli([*words, "--json"]) in (0, 1)
     told = json.loads(capsys.readouterr().out)
@@ -191,11 +194,34 @@ def test_a_bad_step_is_replayed_to_its_samples_and_its_operation(
     assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
 
 
-def test_a_run_is_checked_before_it_trains(events_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    small = ["--data.path", str(events_dir), "--run.device", "cpu", "--model.width", "16", "--model.heads", "2",
-             "--loader.batch_size", "16", "--train.steps", "2"]  # fmt: skip
-    assert cli(["train", "icecube", "--check", *small, "--train.lr", "30"]) == 2
-    assert not (tmp_path / "runs").exists()
-    assert cli(["train", "icecube", "--check", *small]) == 0
-    assert len(list((tmp_path / "runs").iterdir())) == 1
+def test_a_run_is_checked_before_it_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[list[str]] = []
+    bad = {"rule": "inputs-raw", "of": "learning", "severity": "critical", "sentence": "Raw.", "evidence": ["77,000"],
+           "change": "normalise"}  # fmt: skip
+    answer = {"findings": [bad], "verdict": "Raw."}
+
+    def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(words)
+        return subprocess.CompletedProcess(words, 1, stdout=json.dumps(answer))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(UserError, match=r"Not trained: Raw\."):
+        stop_if_it_cannot_learn("icecube", ["--train.lr", "1"], trusted=True)
+    assert "77,000" in capsys.readouterr().err
+    assert asked[0][3:] == [
+        "doctor",
+        "icecube",
+        "--only",
+        "learning",
+        "--seconds",
+        "1",
+        "--json",
+        "--train.lr",
+        "1",
+        "--trust",
+    ]
+    answer["findings"] = [{**bad, "severity": "warning"}, {**bad, "of": "speed"}]
+    stop_if_it_cannot_learn("icecube", [], trusted=False)
+    monkeypatch.setenv("RANK", "1")
+    stop_if_it_cannot_learn("icecube", [], trusted=False)
+    assert len(asked) == 2

@@ -81,8 +81,12 @@ def watched_lines() -> Iterator[Lines]:
     # Never in step with the loop that is watched.
     delays = iter(lambda: dice.uniform(0.4, 1.6) * EVERY_S, None)
 
+    over = False
+
     def look(number: int, frame: FrameType | None) -> None:
         nonlocal last
+        if over:  # it came late: to set the timer again would kill whoever has no handler for it
+            return
         now = time.perf_counter()
         spent, last = now - last, now
         where, kind = _place(frame)
@@ -103,6 +107,7 @@ def watched_lines() -> Iterator[Lines]:
     try:
         yield lines
     finally:
+        over = True
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 

@@ -134,19 +134,21 @@ def _not_stuck() -> Iterator[None]:
         raise TrialStuck
 
     before = signal.signal(SIGNAL, give_up)
-    ident, over = threading.main_thread().ident, threading.Event()
+    ident, over, lock = threading.main_thread().ident, threading.Event(), threading.Lock()
     assert ident is not None
     legs.moved()
 
     def watch() -> None:
         while not over.wait(min(1.0, STUCK_S / 4)):
-            if legs.still_for() > STUCK_S:
-                signal.pthread_kill(ident, SIGNAL)
-                legs.moved()
+            with lock:  # never once the handler is gone: the signal would end the process
+                if legs.still_for() > STUCK_S and not over.is_set():
+                    signal.pthread_kill(ident, SIGNAL)
+                    legs.moved()
 
     threading.Thread(target=watch, name="trial", daemon=True).start()
     try:
         yield
     finally:
-        over.set()
+        with lock:
+            over.set()
         signal.signal(SIGNAL, before)
