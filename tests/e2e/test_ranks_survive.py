@@ -74,7 +74,7 @@ def build_task(run, facts):
 """
 
 
-@pytest.mark.parametrize(("count", "rank"), [(2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize(("count", "rank"), [pytest.param(2, 0, marks=slow), (2, 1), (3, 1)])
 def test_a_step_that_is_not_finite_on_any_rank_is_skipped_and_kept(
     stoker: Stoker, events_dir: Path, count: int, rank: int
 ) -> None:
