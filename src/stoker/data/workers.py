@@ -5,6 +5,7 @@
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from queue import SimpleQueue
@@ -13,6 +14,7 @@ from typing import Any, Generic, Self, TypeVar
 
 R = TypeVar("R")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
+RELEASE_EVERY_S = 5.0  # between handing back memory that malloc keeps
 JOIN_S = 5.0  # how long closing waits for work that is under way
 
 
@@ -30,14 +32,21 @@ def keep_freed_memory() -> None:
         mallopt(M_ARENA_MAX, 1)  # arenas of other threads give memory back all the same
 
 
+class _Release:
+    """When freed memory was last handed back, by whichever thread."""
+
+    next_s = 0.0
+
+
 def release_freed_memory() -> None:
     """Hands back what malloc keeps: after a large batch that may be several times what is in use.
 
-    Not after every batch: what is used again must be mapped again.
+    Now and then only: what is used again must be mapped again, a tenth of an epoch of half a second.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
+    if trim is not None and time.monotonic() >= _Release.next_s:
         trim(0)
+        _Release.next_s = time.monotonic() + RELEASE_EVERY_S
 
 
 class Job(Generic[R]):

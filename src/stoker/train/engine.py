@@ -36,7 +36,6 @@ from stoker.train.step import Stepper, StepResult
 from stoker.train.task import has_fixed_shapes
 
 COMPILE_WARMUP = 20  # steps in which new graphs are expected
-RELEASE_EVERY_S = 5.0  # between handing back memory that malloc keeps
 
 
 class Engine:
@@ -63,7 +62,6 @@ class Engine:
         self.score: float | None = None
         self.evaluation_due = False  # of the step that was restored
         self.recompiles = self._digest = 0
-        self._released = time.monotonic()
         self._norms: tuple[int, AsyncCopy] | None = None
         self.meter, self.watch = Meter(), LossWatch(config, task.know_nothing_loss, log)
         self.bad_steps = BadSteps(config, folder / "bad_steps", log, self._ids, self._write_bundle)
@@ -140,9 +138,7 @@ class Engine:
             f"{reading.samples_per_s:,.0f} samples/s  waiting for data {reading.wait_share:.0%}{device_line(run.device)}"
         )
         self.meter = Meter()
-        if time.monotonic() - self._released > RELEASE_EVERY_S:
-            release_freed_memory()
-            self._released = time.monotonic()
+        release_freed_memory()
 
     def _write_step(self, reading: Reading, lr: float) -> None:
         self.log.write(
