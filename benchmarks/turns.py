@@ -49,7 +49,8 @@ class Tree:
         )
 
     def rate(self, mode: str) -> float:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         print(mode, file=self._process.stdin, flush=True)
         return float(self._process.stdout.readline())
 
@@ -88,7 +89,9 @@ def compare(name: str, mode: str, trees: list[Tree], options: Any) -> None:
         rates = {id(tree): tree.rate(mode) for tree in order}
         if repeat:  # the first round packs, and warms caches
             ratios.append(rates[id(trees[1])] / rates[id(trees[0])])
-    emit(line(f"loader after / before, {name}", ratios, "ratio", events=options.events, before=commit_of(options.before)))
+    emit(
+        line(f"loader after / before, {name}", ratios, "ratio", events=options.events, before=commit_of(options.before))
+    )
     console.say(f"{name}: {median(ratios):.3f} of the rate before (n = {len(ratios)})")
 
 

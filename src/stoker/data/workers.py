@@ -14,7 +14,7 @@ from typing import Any, Generic, Self, TypeVar
 
 R = TypeVar("R")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
-RELEASE_EVERY_S = 5.0  # between handing back memory that malloc keeps
+RELEASE_EVERY_S = 20.0  # between handing back memory that malloc keeps
 JOIN_S = 5.0  # how long closing waits for work that is under way
 
 
@@ -32,21 +32,20 @@ def keep_freed_memory() -> None:
         mallopt(M_ARENA_MAX, 1)  # arenas of other threads give memory back all the same
 
 
-class _Release:
-    """When freed memory was last handed back, by whichever thread."""
-
-    next_s = 0.0
-
-
-def release_freed_memory() -> None:
+def release_freed_memory(*, at_once: bool = True) -> None:
     """Hands back what malloc keeps: after a large batch that may be several times what is in use.
 
-    Now and then only: what is used again must be mapped again, a tenth of an epoch of half a second.
+    Not `at_once`: only where that was not done for a while. What is used again must be mapped again, which takes a tenth
+    of an epoch of half a second.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None and time.monotonic() >= _Release.next_s:
+    if trim is not None and (at_once or time.monotonic() - _Last.release > RELEASE_EVERY_S):
         trim(0)
-        _Release.next_s = time.monotonic() + RELEASE_EVERY_S
+        _Last.release = time.monotonic()
+
+
+class _Last:
+    release = 0.0  # when memory was handed back, by whichever thread
 
 
 class Job(Generic[R]):
@@ -103,7 +102,7 @@ class Workers:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join(JOIN_S)
-        release_freed_memory()  # free places among what is in use add up from one epoch to the next
+        release_freed_memory(at_once=False)  # free places among what is in use add up from one epoch to the next
 
     def submit(self, function: Callable[..., R], *arguments: Any) -> Job[R]:
         job = Job(lambda: function(*arguments))

@@ -138,7 +138,7 @@ class Engine:
             f"{reading.samples_per_s:,.0f} samples/s  waiting for data {reading.wait_share:.0%}{device_line(run.device)}"
         )
         self.meter = Meter()
-        release_freed_memory()
+        release_freed_memory(at_once=False)
 
     def _write_step(self, reading: Reading, lr: float) -> None:
         self.log.write(

@@ -136,21 +136,20 @@ def _stretches(count: Array, size: int) -> Iterator[tuple[int, int]]:
 
 def check_pulses(root: Location, table: SampleTable, pulses: Ragged, num_sensors: int) -> None:
     """Refuses pulses that no detector makes, by the name of their event and file."""
-    sensor, charge = pulses.columns["sensor_id"], pulses.columns["charge"]
-    for wrong, what, values in (
-        ((sensor < 0) | (sensor >= num_sensors), f"a sensor id outside 0 .. {num_sensors - 1}", sensor),
-        (
-            ~((charge >= 0) & (charge <= MOST_CHARGE)),
-            "a charge that is negative, not a number or beyond all bounds",
-            charge,
-        ),
+    for name, most, what in (
+        ("sensor_id", num_sensors - 1, f"a sensor id outside 0 .. {num_sensors - 1}"),
+        ("charge", MOST_CHARGE, "a charge that is negative, not a number or beyond all bounds"),
     ):
-        if wrong.any():
-            at = int(np.flatnonzero(wrong)[0])
-            row = pulses.rows[np.searchsorted(pulses.offsets, at, side="right") - 1]
-            event, shard = table.columns["id"][row], int(table.columns["shard"][row])
-            words = f"has {what}: {values[at]} ({int(wrong.sum()):,} such pulses)"
-            raise BadShard(shard, f"Event {event} in {root / table.shards[shard]} {words}.")
+        values = pulses.columns[name]
+        # The smallest and the largest tell, and are not a number where one is not: quicker than a mark for each.
+        if not len(values) or (values.min() >= 0 and values.max() <= most):
+            continue
+        wrong = ~((values >= 0) & (values <= most))
+        at = int(np.flatnonzero(wrong)[0])
+        row = pulses.rows[np.searchsorted(pulses.offsets, at, side="right") - 1]
+        event, shard = table.columns["id"][row], int(table.columns["shard"][row])
+        words = f"has {what}: {values[at]} ({int(wrong.sum()):,} such pulses)"
+        raise BadShard(shard, f"Event {event} in {root / table.shards[shard]} {words}.")
 
 
 def as_batch(pulses: Sequence[Mapping[str, Any]], num_sensors: int) -> HostBatch:
