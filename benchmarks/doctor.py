@@ -3,15 +3,17 @@
     python benchmarks/doctor.py [--only NAME ...] [--seconds 2] [--gpu]
 
 One JSON line a case, a table for people on standard error, and the score as the last line. Every case runs in a process of
-its own, with one thread for torch, so that its step does not take the core that its loader needs.
+its own, forked from one that has imported everything, with one thread for torch, so that its step does not take the core
+that its loader needs.
 """
 
 import argparse
 import gc
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,32 @@ def is_right(result: dict[str, Any]) -> bool:
     return bool(result["found"]) and result["found"][0][0] == result["expected"]
 
 
+def in_a_child(name: str, seconds: float) -> dict[str, Any] | None:
+    """None: it failed, and has said why."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def work() -> None:
+        try:
+            sender.send(one(name, seconds))
+        except BaseException:
+            traceback.print_exc()
+            raise
+
+    child = context.Process(target=work)
+    child.start()
+    sender.close()
+    try:
+        result: dict[str, Any] = receiver.recv()
+    except EOFError:
+        print(f"{name}: failed", file=sys.stderr)
+        return None
+    finally:
+        child.join(30)
+        child.kill()
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="*")
@@ -84,22 +112,23 @@ def main() -> None:
     parser.add_argument("--one", help="a single case, in this process")
     parser.add_argument("--no-cure", action="store_true", help="of --one: only the diagnosis")
     options = parser.parse_args()
+    if os.environ.get("OMP_NUM_THREADS") != "1":  # libraries ask for it when they are imported
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "OMP_NUM_THREADS": "1"})
     if options.one:
         print(json.dumps(one(options.one, options.seconds, cure=not options.no_cure)))
         return
     sys.path.insert(0, str(PLANTED))
     from planted.table import CASES
 
+    import stoker.doctor.measure  # noqa: F401  once for all of them
+
     results = []
     for case in CASES:
         if case.gpu != options.gpu or (options.only and case.name not in options.only):
             continue
-        words = [sys.executable, __file__, "--one", case.name, "--seconds", str(options.seconds)]
-        done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        if done.returncode:
-            print(f"{case.name}: {done.stderr[-500:]}", file=sys.stderr)
+        result = in_a_child(case.name, options.seconds)
+        if result is None:
             continue
-        result = json.loads(done.stdout.splitlines()[-1])
         results.append(result)
         print(json.dumps(result), flush=True)
         show(result)

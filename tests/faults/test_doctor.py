@@ -22,7 +22,7 @@ from stoker.doctor.calls import Call, Calls, calls_of
 from stoker.doctor.ceilings import ceilings
 from stoker.doctor.finding import Finding, ranked
 from stoker.doctor.history import from_events
-from stoker.doctor.lines import watched_lines
+from stoker.doctor.lines import timed_lines, watched_lines
 from stoker.doctor.loaders import LoaderFacts, Split
 from stoker.doctor.looks import DeviceFacts
 from stoker.doctor.measure import measure
@@ -451,12 +451,15 @@ def test_a_change_is_tried_and_taken_back() -> None:
     found = measure(probe, 0.3)
     assert found.tried["precision"] < found.run.mean  # type: ignore[union-attr]
     assert {parameter.dtype for parameter in probe.model.parameters()} == {torch.float64}  # type: ignore[union-attr]
+    probe.step(probe.loader[0])  # type: ignore[index]  # its optimizer has what it had, too
     padded = measure(loops.padded(True), 0.3)
     assert padded.tried["padding"] < 0.6 * padded.run.mean  # type: ignore[union-attr]
-    workers = trials.with_workers(torch.utils.data.DataLoader(loops.Samples(64), 16), 2)
+    workers = trials.anew(torch.utils.data.DataLoader(loops.Samples(64), 16), 2)
     assert workers is not None
     assert (workers.num_workers, sum(len(batch[0]) for batch in workers)) == (2, 64)
-    assert trials.with_workers([1, 2], 2) is None
+    assert trials.anew([1, 2], 2) is None
+    shuffled = measure(loops.shuffled_files(True), 0.3)
+    assert shuffled.tried["shuffle"] < 0.3 * shuffled.run.mean  # type: ignore[union-attr]
 
 
 def trainer_of(folder: Path) -> Any:
@@ -576,6 +579,39 @@ def test_a_diagnosis_is_told_even_where_nothing_can_be_applied(
     told = capsys.readouterr()
     assert "samples/s" in told.out
     assert "nothing to apply" in told.err
+
+
+def test_lines_of_a_kind_are_timed_with_all_that_they_call() -> None:
+    class Service:
+        def log(self, seconds: float) -> None:
+            time.sleep(seconds)
+
+    service = Service()
+    begin = time.perf_counter()
+    with watched_lines() as seen:
+        while time.perf_counter() - begin < 0.2:
+            service.log(0.004)
+            sum(range(20_000))
+    assert set(seen.places.values()) == {"logging"}
+    with timed_lines(seen.places) as spent:
+        for _ in range(10):
+            service.log(0.004)
+    with timed_lines(seen.places) as outside:
+        time.sleep(0.01)
+    assert spent == {}  # other lines than those that were seen
+    assert outside == {}
+    (place,) = seen.places
+
+    def step() -> None:
+        service.log(0.01)
+        time.sleep(0.01)
+
+    begin = time.perf_counter()
+    with timed_lines({(place[0], step.__code__.co_firstlineno + 1): "logging"}) as spent:
+        for _ in range(5):
+            step()
+    assert 0.05 <= spent["logging"] < time.perf_counter() - begin - 0.05  # and not what comes after
+    assert sys.gettrace() is None
 
 
 @pytest.mark.filterwarnings("ignore")

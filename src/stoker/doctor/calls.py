@@ -8,8 +8,8 @@ import linecache
 import sys
 import time
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from stoker.doctor.lines import own_place
+from stoker.doctor.lines import Place, own_place
 
-Place = tuple[str, int]  # file, line
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "_scaled_mm"}
 SCORES = {"_softmax", "_safe_softmax", "_softmax_backward_data", "logsumexp"}  # operations that are given them
 LEAST_SIDE = 16  # of the scores of attention; smaller ones are classes
+LOOPED = 20  # operations of one line in one step: it stands in a loop
 SYNC = "called a synchronizing CUDA operation"  # of torch's warning
 
 
@@ -36,7 +36,6 @@ class Call:
     seconds: float
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype | None
-    key: tuple[Any, ...] = ()  # of a product: what to run it again with
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,23 @@ class Calls:
     def share(self, wanted: Callable[[Call], bool]) -> float:
         return sum(call.seconds for call in self.calls if wanted(call)) / (self.seconds or 1.0)
 
-    def busiest_lines(self, count: int = 3, least: int = 20) -> list[str]:
+    def busiest_lines(self, count: int = 3) -> list[str]:
         """Lines that call the most operations: loops show."""
+        ordered = sorted(self._looped().items(), key=lambda one: -one[1])[:count]
+        return [f"{told(place)}  ({calls:,} operations a step)" for place, calls in ordered]
+
+    @property
+    def looped_share(self) -> float:
+        """Of the operations that somebody's lines call, those of lines that call many."""
+        placed = sum(call.place is not None for call in self.calls)
+        return sum(self._looped().values()) / placed if placed else 0.0
+
+    def _looped(self) -> dict[Place, int]:
         number: dict[Place, int] = defaultdict(int)
         for call in self.calls:
             if call.place is not None:
                 number[call.place] += 1
-        ordered = sorted(number.items(), key=lambda one: -one[1])[:count]
-        return [f"{told(place)}  ({calls:,} operations a step)" for place, calls in ordered if calls >= least]
+        return {place: calls for place, calls in number.items() if calls >= LOOPED}
 
     def is_of_scores(self) -> Callable[[Call], bool]:
         """Is an operation one of attention that writes its scores out?"""
@@ -126,7 +134,6 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         self.found: list[Call] = []
-        self._wide: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._wait()
@@ -139,17 +146,8 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [one for one in tree_leaves((args, out)) if isinstance(one, torch.Tensor)]
         shapes = tuple(tuple(one.shape) for one in tensors)
         dtype = next((one.dtype for one in tensors if one.is_floating_point()), None)
-        key: tuple[Any, ...] = ()
-        if name in PRODUCTS and dtype == torch.float64 and (name, shapes) not in self._wide:
-            self._wide.add((name, shapes))  # one of each kind: they hold what a step computes
-            key = (func, tree_map(_detached, args), kwargs or {})
-        self.found.append(Call(name, _caller(sys._getframe(1)), seconds, shapes, dtype, key))
+        self.found.append(Call(name, _caller(sys._getframe(1)), seconds, shapes, dtype))
         return out
-
-
-def _detached(one: Any) -> Any:
-    """A view would notice that the optimizer changed what it is a view of."""
-    return one.detach().clone() if isinstance(one, torch.Tensor) else one
 
 
 def _caller(frame: FrameType | None) -> Place | None:
@@ -181,27 +179,3 @@ def _synchronisations(found: dict[Place, int]) -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode(before)
-
-
-def narrower(calls: Calls, repeats: int = 3) -> float:
-    """Seconds that the float64 products of a step would save as float32: each is run again, both ways."""
-    number = Counter((call.name, call.shapes) for call in calls.calls)
-    return sum(number[call.name, call.shapes] * _saved(call.key, repeats) for call in calls.calls if call.key)
-
-
-def _saved(key: Sequence[Any], repeats: int) -> float:
-    func, args, kwargs = key
-
-    def narrow(one: Any) -> Any:
-        is_wide = isinstance(one, torch.Tensor) and one.dtype == torch.float64
-        return one.float() if is_wide else one
-
-    less = tree_map(narrow, args)
-    spent: list[list[float]] = [[], []]
-    with torch.no_grad():
-        for _ in range(repeats):
-            for number, some in enumerate((args, less)):
-                begin = time.perf_counter()
-                func(*some, **kwargs)
-                spent[number].append(time.perf_counter() - begin)
-    return max(0.0, min(spent[0]) - min(spent[1]))

@@ -18,7 +18,7 @@ import torch
 
 from stoker.data.batch import map_tensors, num_bytes, tensors_in, to_device
 from stoker.doctor.ceilings import ceilings
-from stoker.doctor.lines import watched_lines
+from stoker.doctor.lines import timed_lines, watched_lines
 from stoker.doctor.loaders import describe
 from stoker.doctor.looks import (
     device_facts,
@@ -133,16 +133,27 @@ def _in_turns(probe: Probe, found: Measured, kept: Kept, source: "Endless", seco
             with watched_lines() as lines:  # looking costs something: not while the clock runs
                 repeated(probe, kept.resident, seconds / ROUNDS)
             found.lines.add(lines)
+        timed = _time_lines(probe, found, kept, seconds / ROUNDS)
     if not runs:
         raise ValueError("the loader can be read only once: give one that begins anew each time")
     found.run, found.resident = Leg(tuple(runs)), Leg(tuple(residents))
+    found.lines.timed = {kind: min(1.0, some / found.resident.mean) for kind, some in timed.items()}
     found.samples = samples / len(runs)
     found.wait_s, found.gap_s = _waits_and_gaps(waits, gaps, len(runs), in_between=found.loader.workers == 0)
     found.resident_cpu_s = cpu / max(1, len(residents))
     found.graphs, found.reasons = num_graphs() - graphs, tuple(dict.fromkeys(reasons))[:3]
     if found.graphs:
-        found.graphs_s = max(0.0, found.run.mean - found.wait_s - float(np.quantile(residents, 0.1)))
+        found.graphs_s = max(0.0, found.run.mean - found.wait_s - float(np.median(residents)))
     found.grown_bytes = growth(after, memory)
+
+
+def _time_lines(probe: Probe, found: Measured, kept: Kept, seconds: float) -> dict[str, float]:
+    """Seconds of a step by kind of line. All else in that step is slower than it was, since it is traced."""
+    if not found.lines.places:
+        return {}
+    with timed_lines(found.lines.places) as spent:
+        steps = len(repeated(probe, kept.resident, seconds))
+    return {kind: some / steps for kind, some in spent.items()}
 
 
 def _waits_and_gaps(waits: list[float], gaps: list[float], steps: int, *, in_between: bool) -> tuple[float, float]:

@@ -1,7 +1,8 @@
 """Which lines of code the main thread spends its time in: a timer looks at it every few milliseconds.
 
 A look is worth the time since the one before, so that a call that takes long weighs what it takes, however rarely Python
-gets to look.
+gets to look. Looking slows Python down and sleep not at all; so what lines for logging, saving or the optimizer take is
+timed once more, line by line, when they are known.
 """
 
 import functools
@@ -9,6 +10,7 @@ import linecache
 import random
 import re
 import signal
+import sys
 import sysconfig
 import time
 from collections import defaultdict
@@ -37,6 +39,7 @@ OTHERS = (
 )
 WRITES = ("print(", ".write(", ".flush(", "logging.", "logger.", ".log(", "log.info", "writerow(")
 GRADIENTS = re.compile(r"\.grad\b(?!\s*\()")  # of parameters, and not autograd.grad(...)
+Place = tuple[str, int]  # file, line
 SAVES = ("torch.save(", "save_file(", "pickle.dump(", "np.save(", "save_pretrained(", "save_checkpoint(")
 
 
@@ -46,9 +49,13 @@ class Lines:
 
     seconds: dict[tuple[str, int, str], float] = field(default_factory=lambda: defaultdict(float))  # file, line, kind
     kinds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    places: dict[Place, str] = field(default_factory=dict)  # lines that make what they call one of those kinds
+    timed: dict[str, float] = field(default_factory=dict)  # shares of kinds by the clock, where that was done
     total: float = 0.0
 
     def share(self, kind: str) -> float:
+        if kind in self.timed:
+            return self.timed[kind]
         return self.kinds.get(kind, 0.0) / self.total if self.total else 0.0
 
     def add(self, more: "Lines") -> None:
@@ -56,6 +63,7 @@ class Lines:
             self.seconds[where] += spent
         for kind, spent in more.kinds.items():
             self.kinds[kind] += spent
+        self.places |= more.places
         self.total += more.total
 
     def top(self, count: int = 3, kind: str | None = None) -> list[str]:
@@ -89,12 +97,14 @@ def watched_lines() -> Iterator[Lines]:
             return
         now = time.perf_counter()
         spent, last = now - last, now
-        where, kind = _place(frame)
+        where, kind, named_by = _place(frame)
         signal.setitimer(signal.ITIMER_REAL, next(delays))
         lines.total += spent
         lines.kinds[kind] += spent
         if where is not None:
             lines.seconds[*where, kind] += spent
+        if named_by is not None:
+            lines.places[named_by] = kind
 
     # The signal may come while torch.compile runs what it has compiled: it would compile us as well, or refuse to.
     quiet = torch.compiler.disable(look)  # type: ignore[no-untyped-call]
@@ -112,9 +122,41 @@ def watched_lines() -> Iterator[Lines]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _place(frame: FrameType | None) -> tuple[tuple[str, int] | None, str]:
-    """The innermost line of somebody's own code, and what it is there for, by the names around it."""
-    where, kind = None, "step"
+@contextmanager
+def timed_lines(places: dict[Place, str]) -> Iterator[dict[str, float]]:
+    """Seconds by kind of these lines with all that they call. Where somebody else traces, such as a debugger, nothing."""
+    spent: dict[str, float] = defaultdict(float)
+    files = {file for file, _ in places}
+    inside: list[tuple[FrameType, str, float]] = []  # the line under way: one inside another is part of it
+
+    def leave(frame: FrameType) -> None:
+        if inside and inside[0][0] is frame:
+            _, kind, begin = inside.pop()
+            spent[kind] += time.perf_counter() - begin
+
+    def of_line(frame: FrameType, event: str, _: Any) -> Any:
+        leave(frame)
+        kind = places.get((frame.f_code.co_filename, frame.f_lineno or 0)) if event == "line" else None
+        if kind is not None and not inside:
+            inside.append((frame, kind, time.perf_counter()))
+        return of_line
+
+    def of_call(frame: FrameType, event: str, _: Any) -> Any:
+        return of_line if frame.f_code.co_filename in files else None
+
+    if sys.gettrace() is not None:
+        yield spent
+        return
+    sys.settrace(of_call)
+    try:
+        yield spent
+    finally:
+        sys.settrace(None)
+
+
+def _place(frame: FrameType | None) -> tuple[Place | None, str, Place | None]:
+    """The innermost line of somebody's own code, what it is there for, and the line of theirs that tells."""
+    where, kind, named_by = None, "step", None
     while frame is not None:
         file, line = frame.f_code.co_filename, frame.f_lineno or 0
         if file.startswith(str(PACKAGE / "doctor")):
@@ -123,8 +165,10 @@ def _place(frame: FrameType | None) -> tuple[tuple[str, int] | None, str]:
         where = (file, line) if own and where is None else where
         if kind == "step":
             kind = _kind_of_text(file, line) if own else _kind_of_file(file)
+        if kind != "step" and named_by is None and own and _kind_of_text(file, line) == kind:
+            named_by = (file, line)
         frame = frame.f_back
-    return where, kind
+    return where, kind, named_by
 
 
 @functools.cache

@@ -4,19 +4,21 @@ Each trial gives back whatever it changes, and writes the seconds of a step of t
 A change that cannot be made here, such as a loop written anew, has no trial: its rule computes what would be left.
 """
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from stoker.data.batch import map_tensors
+from stoker.data.batch import map_tensors, pin
 from stoker.doctor import legs
-from stoker.doctor.calls import narrower
 from stoker.doctor.loaders import fetch
 from stoker.doctor.looks import largest, used_length
 from stoker.doctor.measured import Measured
@@ -29,27 +31,38 @@ Trial = Callable[[Probe, Measured, legs.Kept, float], None]
 
 def workers(rule: str) -> Trial:
     def run(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
-        other = with_workers(probe.loader, max(1, best_workers(found)))
-        if other is not None:
-            rate = legs.rate_of(replace(probe, loader=other), seconds)
-            found.tried[rule] = found.samples / rate
+        _try_loader(probe, found, rule, anew(probe.loader, max(1, best_workers(found))), seconds)
 
     return run
 
 
-def with_workers(loader: Any, count: int) -> "DataLoader[Any] | None":
-    """The same batches by so many workers; None: it is no DataLoader that can be made anew."""
+def _try_loader(probe: Probe, found: Measured, rule: str, other: Any, seconds: float) -> None:
+    if other is not None:
+        found.tried[rule] = found.samples / legs.rate_of(replace(probe, loader=other), seconds)
+
+
+def neighbours(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
+    """Batches of samples that lie side by side: what an order that reads each file once would take."""
+    loader, size = probe.loader, max(1, round(found.samples))
+    assert isinstance(loader, DataLoader)
+    rows = range(len(loader.dataset))  # type: ignore[arg-type]
+    batches = [rows[first : first + size] for first in range(0, len(rows), size)]
+    _try_loader(probe, found, "shuffle", anew(loader, loader.num_workers, batches), seconds)
+
+
+def anew(loader: Any, count: int, batches: Any = None) -> "DataLoader[Any] | None":
+    """The same batches, or others, by so many workers; None: it is no DataLoader that can be made anew."""
     if type(loader) is not DataLoader or loader.batch_sampler is None:
         return None
     return DataLoader(
         loader.dataset,
-        batch_sampler=loader.batch_sampler,
+        batch_sampler=batches or loader.batch_sampler,
         num_workers=count,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
+        multiprocessing_context=loader.multiprocessing_context if count else None,
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor if count else None,
         persistent_workers=count > 0,
@@ -83,9 +96,15 @@ def _cut(tensor: torch.Tensor, whole: int, used: int) -> torch.Tensor:
 
 
 def narrower_floats(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
-    """On a GPU the step in bfloat16 by autocast; elsewhere the float64 products of a step as float32."""
-    assert found.resident is not None
-    if probe.device.type == "cuda" and not found.wide_floats:
+    """Float64 as float32; on a GPU float32 as bfloat16 by autocast."""
+    if found.wide_floats and probe.model is not None:
+        before = np.median(legs.repeated(probe, kept.resident, seconds / 2))
+        batches = map_tensors(kept.resident, _single)
+        with _in_single(probe.model):
+            legs.warm_up(probe, batches[0])
+            after = np.median(legs.repeated(probe, batches, seconds / 2))
+        _note(found, "precision", float(after / before))
+    elif probe.device.type == "cuda":
 
         def step(batch: Any) -> None:
             with torch.autocast("cuda", torch.bfloat16):
@@ -94,8 +113,51 @@ def narrower_floats(probe: Probe, found: Measured, kept: legs.Kept, seconds: flo
         other = replace(probe, step=step)
         legs.warm_up(other, kept.resident[0])
         _tried_beside(found, "precision", probe, kept.resident, other, kept.resident, seconds)
-    elif found.calls is not None:
-        _note(found, "precision", max(0.1, 1 - narrower(found.calls) / found.calls.seconds))
+
+
+def _single(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+
+@contextmanager
+def _in_single(model: nn.Module) -> Iterator[None]:
+    """Inside the block the model and what its optimizers keep are float32; then they are what they were."""
+    tensors = [*model.parameters(), *model.buffers()]
+    values = [tensor.data for tensor in tensors]
+    states = [
+        (state, dict(state))
+        for one in _optimizers_of(model)
+        for key, state in one.state.items()
+        if torch.is_tensor(key)
+    ]
+    try:
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.grad, tensor.data = None, _single(value)
+        for state, kept in states:
+            state.update({name: _single(value) for name, value in kept.items() if torch.is_tensor(value)})
+        yield
+    finally:
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.grad, tensor.data = None, value
+        for state, kept in states:
+            state.update(kept)
+
+
+def _optimizers_of(model: nn.Module) -> "list[torch.optim.Optimizer]":
+    """A step hides its optimizer; it is somewhere among all that Python keeps."""
+    mine = set(map(id, model.parameters()))
+    found = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+    return [one for one in found if any(id(weight) in mine for group in one.param_groups for weight in group["params"])]
+
+
+def pinned(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
+    """The same step on batches in pinned memory, which it copies as it does."""
+    batches = [pin(batch) for batch in kept.given]
+    legs.warm_up(probe, batches[0])
+    before, after = legs.in_turns(probe, kept.given, probe, batches, seconds)
+    assert found.given is not None
+    assert found.run is not None
+    found.tried["copy"] = max(0.0, found.run.mean - found.given.mean) + found.given.mean * after / before
 
 
 def channels_last(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
@@ -140,14 +202,17 @@ def _tried_beside(
 
 
 def _note(found: Measured, rule: str, ratio: float) -> None:
-    """A resident step that takes so much of what it took: what the run adds to it stays."""
+    """A resident step that takes so much of what it took: what the run adds to it stays, as far as its loader can be why."""
     assert found.run is not None
     assert found.resident is not None
-    found.tried[rule] = max(0.0, found.run.mean - found.resident.mean) + ratio * found.resident.mean
+    added = min(max(0.0, found.run.mean - found.resident.mean), found.drained_s or float("inf"))
+    found.tried[rule] = added + ratio * found.resident.mean
 
 
 TRIALS: dict[str, Trial] = {
     **{name: workers(name) for name in ("workers-zero", "workers-few", "workers-many", "fetch-latency")},
+    "shuffle": neighbours,
+    "copy": pinned,
     "batch": larger_batch,
     "padding": without_padding,
     "precision": narrower_floats,

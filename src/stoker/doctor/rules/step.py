@@ -214,13 +214,12 @@ def host(found: Measured) -> Finding | None:
     sentence += (
         f"{operations.count:,.0f} operations a step are called one by one." if operations.count >= 1 else "Python."
     )
-    evidence = (*found.lines.top(3, "step"), *_loops(found), _idle(found))
+    loops = [] if found.calls is None else found.calls.busiest_lines()
+    if loops and found.calls is not None:
+        share *= found.calls.looped_share  # the change takes the loops away, and no other call
+    evidence = (*found.lines.top(3, "step"), *loops, _idle(found))
     change = "compute whole batches instead of the loop on these lines; else torch.compile, or CUDA graphs"
     return _without(found, "host", share, sentence, change, evidence)
-
-
-def _loops(found: Measured) -> list[str]:
-    return found.calls.busiest_lines() if found.calls is not None else []
 
 
 def _idle(found: Measured) -> str:
@@ -278,7 +277,7 @@ def copy(found: Measured) -> Finding | None:
         sentence = f"Copying {size} to the GPU takes its time, pinned or not."
         change, after = "copy the next batch in a stream of its own while this step computes, or smaller types", 0.0
     evidence = (f"{ms(copied)} a step; {ms(found.pinned_copy_s)} at the best rate from pinned memory",)
-    factor, low, high = predicted(found, found.run.mean - copied + after)
+    factor, low, high = predicted(found, found.tried.get("copy", found.run.mean - copied + after))
     return Finding("copy", share, sentence, change, evidence, factor, low, high)
 
 
