@@ -50,6 +50,8 @@ def one(name: str, seconds: float, *, cure: bool = True) -> dict[str, Any]:
         "predicted": first.factor if first else None,
         "diagnosis_s": round(found.seconds, 1),
         "waterfall": {bar.name: round(1e3 * bar.seconds, 3) for bar in waterfall(found)},
+        "tried": {rule: round(found.run_s / after, 3) for rule, after in found.tried.items()},
+        "operations": found.operations.top if found.operations else None,
         "troubles": found.troubles,
     }
     if first is not None:

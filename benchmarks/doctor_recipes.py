@@ -46,9 +46,9 @@ def diagnose_one(target: str, words: list[str], seconds: float, *, there: bool) 
     with probe_of(resolve_target(target, words)) as probe:
         if there:
             with resident(probe) as other:
-                found = measure(other, seconds)
+                found = measure(other, seconds, "speed")
         else:
-            found = measure(probe, seconds)
+            found = measure(probe, seconds, "speed")
     diagnosis = Diagnosis(found, diagnose(found), waterfall(found))
     print(diagnosis.text(), file=sys.stderr)
     details = {

@@ -79,9 +79,9 @@ class Calls:
         return lambda call: _is_uncompiled(call) or any(shape[-2:] in sides for shape in call.shapes)
 
     @property
-    def uncompiled(self) -> bool:
-        """Attention that is made to be compiled, and is not: its operations are called one by one."""
-        return any(map(_is_uncompiled, self.calls))
+    def uncompiled(self) -> set[Place | None]:
+        """Where attention is called that is made to be compiled, and is not: its operations are called one by one."""
+        return {call.place for call in self.calls if _is_uncompiled(call)}
 
     @property
     def attention_share(self) -> float:

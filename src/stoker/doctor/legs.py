@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 
 from stoker.data.batch import map_tensors, num_bytes, tensors_in, to_device
 from stoker.doctor.ceilings import ceilings
-from stoker.doctor.lines import timed_lines, watched_lines
+from stoker.doctor.lines import Place, timed_lines, watched_lines
 from stoker.doctor.loaders import describe
 from stoker.doctor.looks import (
     device_facts,
@@ -133,7 +133,7 @@ def _in_turns(probe: Probe, found: Measured, kept: Kept, source: "Endless", seco
             with watched_lines() as lines:  # looking costs something: not while the clock runs
                 repeated(probe, kept.resident, seconds / ROUNDS)
             found.lines.add(lines)
-        timed = _time_lines(probe, found, kept, seconds / ROUNDS)
+        timed = seconds_of_lines(probe, kept, found.lines.places, seconds / ROUNDS) if found.lines.places else {}
     if not runs:
         raise ValueError("the loader can be read only once: give one that begins anew each time")
     found.run, found.resident = Leg(tuple(runs)), Leg(tuple(residents))
@@ -147,11 +147,9 @@ def _in_turns(probe: Probe, found: Measured, kept: Kept, source: "Endless", seco
     found.grown_bytes = growth(after, memory)
 
 
-def _time_lines(probe: Probe, found: Measured, kept: Kept, seconds: float) -> dict[str, float]:
-    """Seconds of a step by kind of line. All else in that step is slower than it was, since it is traced."""
-    if not found.lines.places:
-        return {}
-    with timed_lines(found.lines.places) as spent:
+def seconds_of_lines(probe: Probe, kept: Kept, places: dict[Place, str], seconds: float) -> dict[str, float]:
+    """Of a step, by kind of line. All else in that step is slower than it was, since it is traced."""
+    with timed_lines(places) as spent:
         steps = len(repeated(probe, kept.resident, seconds))
     return {kind: some / steps for kind, some in spent.items()}
 
@@ -311,19 +309,28 @@ def with_more_samples(probe: Probe, found: Measured, kept: Kept, seconds: float)
 def in_turns(one: Probe, batches: list[Any], other: Probe, others: list[Any], seconds: float) -> tuple[float, float]:
     """Seconds of a step of both, in the middle. What else the machine does falls on both.
 
-    Of a few steps in a row the first finds the caches full of the other's, and does not count.
+    Of a few steps in a row the first finds the caches full of the other's, and does not count; a GPU is waited for after
+    the last of them, since in a run the host is ahead of it.
     """
     spent: tuple[list[float], list[float]] = ([], [])
     begin = time.perf_counter()
     while len(spent[0]) < LEAST_STEPS or (time.perf_counter() - begin < seconds and len(spent[0]) < MOST_STEPS):
         for probe, some, times in ((one, batches, spent[0]), (other, others, spent[1])):
-            for number in range(IN_A_ROW):
-                before = time.perf_counter()
-                probe.step(some[(len(times) + number) % len(some)])
-                synchronise(probe)
-                if number:
-                    times.append(time.perf_counter() - before)
+            times += _in_a_row(probe, [some[(len(times) + number) % len(some)] for number in range(IN_A_ROW)])
     return float(np.median(spent[0])), float(np.median(spent[1]))
+
+
+def _in_a_row(probe: Probe, batches: list[Any]) -> list[float]:
+    probe.step(batches[0])
+    synchronise(probe)
+    times, before = [], time.perf_counter()
+    for batch in batches[1:]:
+        probe.step(batch)
+        times.append(time.perf_counter())
+    synchronise(probe)
+    if probe.device.type == "cuda":
+        return [(time.perf_counter() - before) / len(times)]
+    return [after - start for start, after in pairwise([before, *times])]
 
 
 class Endless:

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +57,16 @@ class Lines:
         if kind in self.timed:
             return self.timed[kind]
         return self.kinds.get(kind, 0.0) / self.total if self.total else 0.0
+
+    def share_with_backward(self, places: Collection[Place]) -> float:
+        """Of these lines, and of the same part of the backward pass, which has no lines of its own."""
+        at, backward = 0.0, 0.0
+        for (file, line, _), spent in self.seconds.items():
+            if (file, line) in places:
+                at += spent
+            elif ".backward(" in linecache.getline(file, line):
+                backward += spent
+        return min(1.0, at / (self.total - backward)) if self.total > backward else 0.0
 
     def add(self, more: "Lines") -> None:
         for where, spent in more.seconds.items():

@@ -49,7 +49,7 @@ def measure(probe: Probe, seconds: float = 4.0, only: str | None = None) -> Meas
         ("the loader alone", lambda: legs.drain(probe, found, seconds)),
         ("the parts of the loader", lambda: _split(probe, found, kept)),
         ("the operations of a step", lambda: _operations(probe, found, kept)),
-        ("who calls them", lambda: _calls(probe, found, kept)),
+        ("who calls them", lambda: _calls(probe, found, kept, seconds / 4)),
         ("the floor", lambda: _floor(probe, found, kept)),
         ("a larger batch", lambda: legs.with_more_samples(probe, found, kept, seconds / 2)),
         ("the copy to the device", lambda: legs.on_the_device(probe, found, kept, seconds / 2)),
@@ -76,10 +76,14 @@ def _operations(probe: Probe, found: Measured, kept: legs.Kept) -> None:
         found.operations = profile_steps(probe.step, kept.resident, probe.device)
 
 
-def _calls(probe: Probe, found: Measured, kept: legs.Kept) -> None:
+def _calls(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
     """Of a loop of somebody's own; what a recipe of ours calls is ours to know."""
-    if kept.resident and not probe.settings:
-        found.calls = calls_of(probe.step, kept.resident[0], probe.device)
+    if not kept.resident or probe.settings:
+        return
+    found.calls = calls_of(probe.step, kept.resident[0], probe.device)
+    if found.calls.syncs:
+        places = dict.fromkeys(found.calls.syncs, "sync")
+        found.sync_s = legs.seconds_of_lines(probe, kept, places, seconds).get("sync", 0.0)
 
 
 def _floor(probe: Probe, found: Measured, kept: legs.Kept) -> None:

@@ -51,6 +51,7 @@ class Measured:
     given: Leg | None = None  # on a GPU: the same with batches as the loader gives them, which are copied in the step
     pinned_copy_s: float = 0.0  # what the copy of a batch takes from pinned memory
     launch_s: float | None = None  # on a GPU: until the host has launched a step, and could go on
+    sync_s: float = 0.0  # of a step, that the host spends in lines in which it waits for the GPU
     pieces: int = 1  # micro-batches of a step
     once_s: float | None = None  # the resident step beside the next, in the middle
     more_s: float | None = None  # the step with MORE times the samples

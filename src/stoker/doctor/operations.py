@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 STEPS = 3
 SHORT_US = 20.0  # an operation that takes less is mostly the call itself
+SHORT_KERNEL_US = 6.0  # of a GPU: about what any kernel takes
 LOOPED = 0.5  # of the forward pass in such operations, from which all of it counts as a loop
 ALIKE, ALIKE_US = 200, 500.0  # so many of one name in a step, and no longer than this on average, come from a loop
 PRODUCTS = (
@@ -74,7 +75,8 @@ def profile_steps(step: Callable[[Any], Any], batches: Sequence[Any], device: to
     called = [event for event in events if event.name.startswith("aten::") and not _on_device(event) and _top(event)]
     kernels = [event for event in events if _on_device(event) and not event.name.startswith("stoker step")]
     counted = kernels or called
-    busy_us, short_us = (_union(kernels), 0.0) if kernels else _busy_and_short_us(events, called)
+    short = [event for event in kernels if event.time_range.elapsed_us() < SHORT_KERNEL_US]
+    busy_us, short_us = (_union(kernels), _union(short)) if kernels else _busy_and_short_us(events, called)
     total = sum(event.time_range.elapsed_us() for event in counted) or 1.0
     words = KERNELS if kernels else PRODUCTS
     return Operations(

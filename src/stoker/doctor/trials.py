@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from stoker.data.batch import map_tensors, pin
+from stoker.data.batch import map_tensors
 from stoker.doctor import legs
 from stoker.doctor.loaders import fetch
 from stoker.doctor.looks import largest, used_length
@@ -150,16 +150,6 @@ def _optimizers_of(model: nn.Module) -> "list[torch.optim.Optimizer]":
     return [one for one in found if any(id(weight) in mine for group in one.param_groups for weight in group["params"])]
 
 
-def pinned(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
-    """The same step on batches in pinned memory, which it copies as it does."""
-    batches = [pin(batch) for batch in kept.given]
-    legs.warm_up(probe, batches[0])
-    before, after = legs.in_turns(probe, kept.given, probe, batches, seconds)
-    assert found.given is not None
-    assert found.run is not None
-    found.tried["copy"] = max(0.0, found.run.mean - found.given.mean) + found.given.mean * after / before
-
-
 def channels_last(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
     assert probe.model is not None
     assert found.resident is not None
@@ -212,7 +202,6 @@ def _note(found: Measured, rule: str, ratio: float) -> None:
 TRIALS: dict[str, Trial] = {
     **{name: workers(name) for name in ("workers-zero", "workers-few", "workers-many", "fetch-latency")},
     "shuffle": neighbours,
-    "copy": pinned,
     "batch": larger_batch,
     "padding": without_padding,
     "precision": narrower_floats,

@@ -158,7 +158,7 @@ def between_steps(wrong: bool) -> Probe:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 2048), nn.GELU(), nn.Linear(2048, 1)).to(GPU)
-    workers = 0 if wrong else 8
+    workers = 0 if wrong else 16  # one a core
     loader = DataLoader(Samples(16384, work=1000), 256, num_workers=workers, persistent_workers=not wrong)
     return Probe(loader, step_of(model), model)
 

@@ -133,9 +133,7 @@ def batch(found: Measured) -> Finding | None:
     if found.run is None or found.resident is None or found.once_s is None or found.more_s is None:
         return None
     growing, fixed = _growing_and_fixed(found)
-    known = sum(found.lines.share(kind) for kind in ("logging", "checkpoint"))
-    known += found.lines.share("optimizer") if optimizer(found) is not None else 0.0
-    share = _step_share(found, max(0.0, fixed / found.once_s - known))
+    share = _step_share(found, max(0.0, fixed / found.once_s - _known_lines(found)))
     many = found.operations is not None and found.operations.count >= MANY
     if share < 0.4 or many or loader_cause(found) is not None:
         return None
@@ -151,6 +149,20 @@ def batch(found: Measured) -> Finding | None:
     )
     evidence = (f"{ms(found.once_s)} a step, {ms(found.more_s)} with {MORE} times the samples",)
     return Finding("batch", share, sentence, change, evidence, factor, low, high, cost="it changes what is learnt")
+
+
+def _known_lines(found: Measured) -> float:
+    """Of a resident step: lines that other rules name."""
+    known = found.lines.share("logging") + found.lines.share("checkpoint")
+    return known + (found.lines.share("optimizer") if optimizer(found) is not None else 0.0)
+
+
+def _uncompiled_share(found: Measured) -> float:
+    """Of a resident step: attention that nobody compiled. It is the host that takes its time."""
+    if found.calls is None or not found.calls.uncompiled:
+        return 0.0
+    places = {place for place in found.calls.uncompiled if place is not None}
+    return max(found.calls.attention_share, found.lines.share_with_backward(places))
 
 
 def _growing_and_fixed(found: Measured) -> tuple[float, float]:
@@ -202,10 +214,9 @@ def pieces(found: Measured) -> Finding | None:
 def host(found: Measured) -> Finding | None:
     if found.run is None or found.resident is None or found.operations is None:
         return None
-    known = sum(found.lines.share(kind) for kind in ("logging", "checkpoint", "optimizer"))
     if found.graphs >= 2 or pieces(found) is not None:
         return None
-    elsewhere = found.calls.attention_share if found.calls is not None and found.calls.uncompiled else 0.0
+    known, elsewhere = _known_lines(found), _uncompiled_share(found)
     share = _step_share(found, max(0.0, found.host_share * (1 - elsewhere) - _by_reads(found) - known))
     if share < 0.15 or batch(found) is not None:
         return None
@@ -216,7 +227,10 @@ def host(found: Measured) -> Finding | None:
     )
     loops = [] if found.calls is None else found.calls.busiest_lines()
     if loops and found.calls is not None:
-        share *= found.calls.looped_share  # the change takes the loops away, and no other call
+        # The change takes the loops away with their small kernels, and no other call.
+        small = (1 - found.host_share) * operations.short_share / (operations.busy_share or 1.0)
+        small = small if found.device == "cuda" else 0.0
+        share = min(MOST, found.calls.looped_share * (share + _step_share(found, small * (1 - elsewhere))))
     evidence = (*found.lines.top(3, "step"), *loops, _idle(found))
     change = "compute whole batches instead of the loop on these lines; else torch.compile, or CUDA graphs"
     return _without(found, "host", share, sentence, change, evidence)
@@ -243,7 +257,7 @@ def _by_reads(found: Measured) -> float:
     """Of a resident step on a GPU: time lost because the host waits for numbers, and could have launched ahead instead."""
     if found.device != "cuda" or found.operations is None or found.launch_s is None or found.operations.wait_s <= 0:
         return 0.0
-    launching = max(0.0, found.launch_s - found.operations.wait_s)
+    launching = max(0.0, found.launch_s - max(found.operations.wait_s, found.sync_s))
     without = max(found.operations.busy_s, launching)
     return max(0.0, 1 - without / _resident_s(found))
 
@@ -277,7 +291,7 @@ def copy(found: Measured) -> Finding | None:
         sentence = f"Copying {size} to the GPU takes its time, pinned or not."
         change, after = "copy the next batch in a stream of its own while this step computes, or smaller types", 0.0
     evidence = (f"{ms(copied)} a step; {ms(found.pinned_copy_s)} at the best rate from pinned memory",)
-    factor, low, high = predicted(found, found.tried.get("copy", found.run.mean - copied + after))
+    factor, low, high = predicted(found, found.run.mean - copied + after)
     return Finding("copy", share, sentence, change, evidence, factor, low, high)
 
 
@@ -286,7 +300,7 @@ def attention(found: Measured) -> Finding | None:
     if found.run is None or found.resident is None or found.calls is None:
         return None
     # Of the time that the device computes; the rest of a step belongs to other rules, unless attention keeps the host busy.
-    whole = found.calls.attention_share * (1 if found.calls.uncompiled else 1 - found.host_share)
+    whole = _uncompiled_share(found) or found.calls.attention_share * (1 - found.host_share)
     share = _step_share(found, (1 - FUSED) * whole)
     if share < 0.1:
         return None
