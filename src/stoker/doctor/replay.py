@@ -4,10 +4,7 @@ A bundle holds the weights before the step, its samples and the random numbers. 
 itself; where only gradients are not, halves of the samples are tried until one is left.
 """
 
-import math
-import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,32 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stoker.data.batch import rows_of, tensors_in, to_device
 from stoker.data.ragged import Indices
-from stoker.doctor.calls import told
 from stoker.doctor.finding import Finding
-from stoker.doctor.lines import own_place
+from stoker.doctor.finite import any_bad, cure_of, first_bad_operation
 from stoker.train.checkpoint import Snapshot, load_weights, read_checkpoint, restore_random_states
 from stoker.train.precision import autocast, resolve_precision
 from stoker.train.run import Run
 
 AT_ONCE = 256  # samples
-# What an operation cannot be given, and what helps.
-CURES = {
-    "acos": "clamp cosines to [-1 + 1e-6, 1 - 1e-6]: the slope of arccos is infinite at both ends",
-    "asin": "clamp sines to [-1 + 1e-6, 1 - 1e-6]: the slope of arcsin is infinite at both ends",
-    "log": "clamp_min(1e-12) before the logarithm",
-    "sqrt": "add 1e-12 before the root: its slope is infinite at zero",
-    "rsqrt": "add 1e-12 before the root",
-    "div": "add a small number to the divisor",
-    "pow": "clamp_min before a power that is no whole number",
-    "exp": "subtract the largest value first, or clamp",
-    "softmax": "a row of which all places are masked has no softmax: leave one open, or fill with zeros",
-    "norm": "add 1e-12 under the root: the slope of a norm is not defined at zero",
-}
 
 
 @dataclass(frozen=True)
@@ -85,10 +67,7 @@ class Replay:
             return "look at the sample where it is stored; loader.bad_shards or data.broken leave out what is damaged"
         if self.cured:
             return "--train.precision fp32, or bf16 instead of fp16; or compute this operation in float32"
-        for name, cure in CURES.items():
-            if name in self.operation.lower():
-                return cure
-        return "look at the values that reach this operation; a lower rate if weights have grown"
+        return cure_of(self.operation)
 
 
 def replay(run: Run, bundle: Path) -> Replay:
@@ -184,69 +163,7 @@ class _Trial:
     def first_operation(self, rows: Indices, *, backward: bool) -> tuple[str, str]:
         """Its name, and the line that calls it."""
         batch = self.batch(rows)
-        if backward:
-            return self._first_backward(batch)
-        mode = _FirstBad()
-        with torch.compiler.set_stance("force_eager"), mode, torch.no_grad():
-            self.losses(batch)
-        return mode.found
-
-    def _first_backward(self, batch: Any) -> tuple[str, str]:
-        with torch.compiler.set_stance("force_eager"):
-            loss = self.losses(batch).sum()
-            found = _first_bad_node(loss)
-            loss.backward()  # type: ignore[no-untyped-call]
-        return (found[0], "") if found else ("", "")
-
-
-def _first_bad_node(loss: Tensor) -> list[str]:
-    """Names of operations, once their backward pass makes of finite gradients what is not finite."""
-    found: list[str] = []
-    seen: set[Any] = set()
-    coming = [loss.grad_fn]
-    while coming:
-        node = coming.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        coming += [following for following, _ in node.next_functions]
-
-        def look(made: Any, given: Any, node: Any = node) -> None:
-            if not _all_finite(made) and _all_finite(given):
-                found.append(re.sub(r"Backward\d*$", "", node.name()))
-
-        node.register_hook(look)
-    return found
-
-
-def _all_finite(values: Any) -> bool:
-    return all(bool(torch.isfinite(one).all()) for one in values if isinstance(one, Tensor))
-
-
-class _FirstBad(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The first operation that makes something of finite numbers that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found = ("", "")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not self.found[0] and _any_bad(tree_leaves(out)) and not _any_bad(tree_leaves((args, kwargs or {}))):
-            place = own_place(sys._getframe(1))
-            name = str(getattr(getattr(func, "overloadpacket", func), "__name__", func))
-            self.found = (name, told(place) if place is not None else "")
-        return out
-
-
-def _any_bad(values: Sequence[Any]) -> bool:
-    """Infinite numbers that were put there, such as masks, are not bad: only those that are no number."""
-    for one in values:
-        if isinstance(one, Tensor) and one.is_floating_point() and bool(torch.isnan(one).any()):
-            return True
-        if isinstance(one, float) and math.isnan(one):
-            return True
-    return False
+        return first_bad_operation(lambda: self.losses(batch).sum(), backward=backward)
 
 
 @contextmanager
@@ -255,7 +172,7 @@ def _watched(model: nn.Module) -> Iterator[list[str]]:
     found: list[str] = []
 
     def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda module, inputs, answer: found.append(name) if _any_bad(tree_leaves(answer)) else None
+        return lambda module, inputs, answer: found.append(name) if any_bad(tree_leaves(answer)) else None
 
     leaves = [(name, one) for name, one in model.named_modules() if not list(one.children())]
     hooks = [module.register_forward_hook(look(name)) for name, module in leaves]

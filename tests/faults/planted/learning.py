@@ -1,6 +1,9 @@
 """Models that learn, and models that cannot: one thing wrong in each."""
 
+import copy
+import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -183,7 +186,100 @@ def constant_answer(wrong: bool) -> Probe:
     return probe(*truth(), Constant(wrong))
 
 
+def numbered_otherwise(wrong: bool) -> Probe:
+    """Validation labels in another order of classes."""
+    inputs, labels = truth(1)
+    labels = (labels + 1) % CLASSES if wrong else labels
+    return probe(*truth(), validation=DataLoader(TensorDataset(inputs, labels), 64))
+
+
+def two_swapped(wrong: bool) -> Probe:
+    inputs, labels = truth(1)
+    swapped = torch.tensor([0, 2, 1, 3])[labels] if wrong else labels
+    return probe(*truth(), validation=DataLoader(TensorDataset(inputs, swapped), 64))
+
+
+def optimizer_of_a_copy(wrong: bool) -> Probe:
+    model = network()
+    other = copy.deepcopy(model) if wrong else model
+    made = probe(*truth(), model)
+    optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
+
+    def step(batch: Any) -> None:
+        model.zero_grad()
+        made.loss(batch).backward()  # type: ignore[misc]
+        optimizer.step()
+
+    return replace(made, step=step, optimizer=optimizer)
+
+
+def accumulating(lost: bool = False, summed: bool = False) -> Probe:
+    """Four batches a step."""
+    made = probe(*truth())
+    optimizer, count = made.optimizer, itertools.count(1)
+    assert optimizer is not None
+
+    def step(batch: Any) -> None:
+        loss = made.loss(batch)  # type: ignore[misc]
+        (loss if summed or lost else loss / 4).backward()
+        if next(count) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        elif lost:
+            optimizer.zero_grad()
+
+    return replace(made, step=step)
+
+
+def only_the_last(wrong: bool) -> Probe:
+    return accumulating(lost=wrong)
+
+
+def added_up(wrong: bool) -> Probe:
+    return accumulating(summed=wrong)
+
+
+def clipping(most: float) -> Probe:
+    made = probe(*truth())
+    optimizer, model = made.optimizer, made.model
+    assert optimizer is not None
+    assert model is not None
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        made.loss(batch).backward()  # type: ignore[misc]
+        nn.utils.clip_grad_norm_(model.parameters(), most)
+        optimizer.step()
+
+    return replace(made, step=step)
+
+
+def clipped_short(wrong: bool) -> Probe:
+    return clipping(1e-3 if wrong else 1.0)
+
+
+def cosine_of_one(wrong: bool) -> Probe:
+    """An angle whose slope is infinite for a few samples: the seed's."""
+    inputs, _ = truth()
+    towards = F.normalize(torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(2)), dim=1)
+
+    def angle(answer: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        cosine = (F.normalize(answer, dim=1) * target).sum(1)
+        straight_up = target[:, 2] > (0.99 if wrong else 1.0)
+        return torch.arccos(torch.where(straight_up, 1.0 + 0.0 * cosine, 0.999 * cosine)).mean()
+
+    return probe(inputs, towards, network(3), loss=angle)
+
+
 # Nothing wrong.
+
+
+def accumulates_well(wrong: bool) -> Probe:
+    return accumulating()
+
+
+def clips_now_and_then(wrong: bool) -> Probe:
+    return clipping(0.5)
 
 
 def learns_classes(wrong: bool) -> Probe:

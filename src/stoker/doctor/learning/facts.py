@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from stoker.data.agreement import Agreement
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -43,6 +45,35 @@ class Arm:
         return self.bad_layer is not None
 
 
+@dataclass(frozen=True)
+class Update:
+    """One step of the optimizer."""
+
+    batches: int  # since the one before
+    size: float  # of its gradient along the mean of theirs: 1 where nothing is done to it
+    with_mean: float  # cosine with that
+    with_last: float  # cosine with the gradient of the last batch alone
+    norm: float
+
+
+@dataclass(frozen=True)
+class Updates:
+    made: tuple[Update, ...]
+    unchanged: tuple[str, ...]  # layers that a dozen calls of the step leave as they were
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """A batch whose loss or gradient is not finite before anything was learnt."""
+
+    batch: int  # its number
+    samples: tuple[int, ...]  # their places in it
+    of: int
+    operation: str
+    line: str
+    backward: bool
+
+
 @dataclass
 class Learning:
     features: list[Feature] = field(default_factory=list)
@@ -63,6 +94,9 @@ class Learning:
     order: float | None = None  # 1: batches are as mixed as chance makes them; more: they are not
     seen: int = 0  # samples that were looked at
     twice: int = 0  # of them that were there already
+    agreement: Agreement | None = None  # of validation labels with training labels; None: not looked
+    updates: Updates | None = None  # None: not looked
+    not_finite: NotFinite | None = None
     in_validation: int | None = None  # of them that are also in validation; None: not looked
     seconds: float = 0.0
 

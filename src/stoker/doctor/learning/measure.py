@@ -20,7 +20,10 @@ from stoker.doctor.learning.arms import (
 from stoker.doctor.learning.facts import Learning
 from stoker.doctor.learning.labels import with_others_labels
 from stoker.doctor.learning.layers import features, inputs_of_products, layers_of
+from stoker.doctor.learning.meaning import agreement_of
+from stoker.doctor.learning.not_finite import first_not_finite
 from stoker.doctor.learning.samples import MOST_BATCHES, look_at_samples
+from stoker.doctor.learning.updates import updates_of
 from stoker.doctor.legs import on_device
 from stoker.doctor.probe import Probe
 
@@ -36,12 +39,17 @@ def look(probe: Probe, seconds: float) -> Learning:
     begin, found = time.perf_counter(), Learning(know_nothing=probe.know_nothing, rate=probe.rate)
     batches = [on_device(batch, probe) for batch in islice(probe.loader, MOST_BATCHES)]
     look_at_samples(found, batches, probe.validation)
+    if probe.validation is not None:
+        found.agreement = agreement_of(batches, probe.validation, MOST_BATCHES)
     was_training = probe.model.training
     probe.model.train()
     trainer = Trainer(probe.model, probe.loss, probe.new_optimizer)
     try:
         with trainer.put_back():
+            found.not_finite = first_not_finite(probe.loss, probe.model, batches[:MOST_ARMS])
             _learn(probe, trainer, found, batches, seconds)
+            trainer.losses(batches[:1], None)
+            found.updates = updates_of(probe, batches)
     except (IndexError, RuntimeError) as error:
         if OUT_OF_RANGE.search(str(error)) is None:
             raise

@@ -2,9 +2,11 @@
 
 import functools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 
 from stoker.doctor.finding import Finding
+from stoker.doctor.finite import cure_of
 from stoker.doctor.learning.arms import SURE
 from stoker.doctor.learning.facts import Feature, Learning
 from stoker.doctor.measured import Measured
@@ -20,6 +22,9 @@ SLOW = 0.02  # of what the best rate gains in as many steps: a short trial flatt
 FAST = 0.2  # the same at a rate above the best one
 UNMIXED = 4.0  # times what chance makes batches differ
 RARE = 100  # times that one class is as frequent as another
+SAME, ALIKE = 0.999, 0.8  # cosines of gradients: of the same batch, and of batches with other draws of dropout
+SUMMED = 0.75  # of the number of batches
+CLIPPED = 0.1  # of a gradient that clipping leaves
 LEARNT = 0.5  # of its loss that is left of one batch that was learnt
 
 Lesson = Callable[[Learning], Finding | None]
@@ -61,6 +66,22 @@ def inputs_not_finite(found: Learning) -> Finding | None:
     )
     change = "find out where they come from; torch.nan_to_num(inputs) hides them"
     return _finding("inputs-not-finite", SERIOUS, sentence, change, evidence)
+
+
+@lesson("not-finite")
+def not_finite(found: Learning) -> Finding | None:
+    bad = found.not_finite
+    if bad is None or any(one.bad_share > 0 for one in found.features):
+        return None
+    what = "gradient" if bad.backward else "loss"
+    places = ", ".join(map(str, bad.samples[:8])) + (" ..." if len(bad.samples) > 8 else "")
+    where = f"sample {places} of its {bad.of}" if bad.samples else "it as a whole"
+    sentence = f"The {what} of batch {bad.batch} is not finite before anything was learnt: {where}."
+    evidence = [
+        *([f"first operation: {bad.operation}{' in the backward pass' if bad.backward else ''}"] * bool(bad.operation)),
+        *([bad.line] if bad.line else []),
+    ]
+    return _finding("not-finite", SERIOUS, sentence, cure_of(bad.operation), evidence)
 
 
 @lesson("inputs-ids")
@@ -184,6 +205,81 @@ def validation_seen(found: Learning) -> Finding | None:
     return _finding("validation-seen", SERIOUS, sentence, "split by file or by group, before anything else")
 
 
+@lesson("labels-differ")
+def labels_differ(found: Learning) -> Finding | None:
+    told = found.agreement
+    if told is None or not told.is_sure:
+        return None
+    evidence = [
+        f"a quick classifier is right on {told.held:.1%} of other training samples and on {told.seen:.1%} of the validation "
+        f"samples (chance is {told.chance:.1%})",
+        *(f"validation class {one} looks like {like}" for one, like in told.looks_like[:5]),
+        *(f"classes {one} and {other} stand in each other's place" for one, other in told.swapped[:5]),
+    ]
+    sentence = "Validation labels do not mean what training labels mean: " + (
+        "they are other classes altogether." if told.differs else "some classes are swapped."
+    )
+    change = "one map of classes for both; look at the order in which folders or files are numbered"
+    return _finding("labels-differ", SERIOUS, sentence, change, evidence)
+
+
+@lesson("not-updated")
+def not_updated(found: Learning) -> Finding | None:
+    if found.updates is None:
+        return None
+    with_gradient = {one.name for one in found.layers if one.gradient and not one.frozen}
+    names = [name for name in found.updates.unchanged if name in with_gradient]
+    if not names:
+        return None
+    sentence = f"{len(names)} of {len(found.layers)} layers get gradients, and the step never changes them."
+    change = "give the optimizer the parameters of this very model, made and replaced before it, and a rate above zero"
+    evidence = [", ".join(names[:8]), *([f"the rate is {found.rate:.2g}"] if found.rate is not None else [])]
+    return _finding("not-updated", SERIOUS, sentence, change, evidence)
+
+
+@lesson("accumulation")
+def accumulation(found: Learning) -> Finding | None:
+    several = [] if found.updates is None else [one for one in found.updates.made if one.batches > 1]
+    if len(several) < 2:
+        return None
+    batches = round(statistics.median(one.batches for one in several))
+    size, last, mean = (
+        statistics.median(getattr(one, name) for one in several) for name in ("size", "with_last", "with_mean")
+    )
+    evidence = [
+        f"{batches} batches a step; the gradient used is {size:.2f} times their mean, with a cosine of {mean:.2f} to it and "
+        f"of {last:.2f} to that of the last batch alone"
+    ]
+    if last > SAME and mean < last - 1e-3:
+        sentence = f"Gradients of {batches} batches are to be accumulated, and only the last one counts."
+        return _finding(
+            "accumulation", SERIOUS, sentence, "zero_grad() after optimizer.step(), not after every batch", evidence
+        )
+    if mean > ALIKE and size > SUMMED * batches:
+        sentence = (
+            f"Accumulation adds the gradients of {batches} batches up: the step is that of {batches} times the rate."
+        )
+        return _finding("accumulation", BAD, sentence, f"(loss / {batches}).backward()", evidence)
+    return None
+
+
+@lesson("clipped")
+def clipped(found: Learning) -> Finding | None:
+    """Always to the same length, and far below what it was: then clipping is a normalisation, and the rate means another."""
+    made = [] if found.updates is None else [one for one in found.updates.made if one.batches and one.with_mean > ALIKE]
+    if len(made) < 3:
+        return None
+    norms = [one.norm for one in made]
+    size = statistics.median(one.size for one in made)
+    if size > CLIPPED or max(norms) > 1.05 * min(norms):
+        return None
+    sentence = f"Every gradient is clipped, to {size:.1%} of its length: the rate only sets the length of a step."
+    change = f"clip at what few steps reach (here the median norm is {norms[0] / size:.3g}), and a rate to match"
+    return _finding(
+        "clipped", BAD, sentence, change, [f"clipped to {norms[0]:.3g} in {len(made)} of {len(made)} steps"]
+    )
+
+
 @lesson("frozen")
 def frozen(found: Learning) -> Finding | None:
     names = [one.name for one in found.layers if one.frozen]
@@ -264,7 +360,7 @@ def _rates(found: Learning) -> list[str]:
 @lesson("nothing-learnt")
 def nothing_learnt(found: Learning) -> Finding | None:
     """With its own labels the model gains no more than with those of other samples, and cannot learn one batch either."""
-    if found.with_others_labels is None or found.one_batch is None or found.constant_labels:
+    if found.with_others_labels is None or found.one_batch is None or found.constant_labels or found.not_finite:
         return None
     gain, error = found.with_others_labels
     before, after, steps = found.one_batch

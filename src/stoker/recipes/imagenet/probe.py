@@ -1,18 +1,15 @@
 """Do the labels of validation mean what those of training mean? A quick classifier tells before the first step.
 
 Five days of the seed project went into validation images that lay in the wrong class folders: names, counts and files were
-all in order. Thumbnails of some training images teach a linear classifier; it must do about as well on validation images as
-on other training images. Where it knows something of the one and nothing of the other, labels do not match; where some
-classes only look like each other's in validation, they were swapped. A few images a class are too few to see the latter.
+all in order. Thumbnails of some training images teach the classifier of `data.agreement`.
 """
 
-# N images, F features, K classes
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import numpy.typing as npt
 
 from stoker import console
+from stoker.data.agreement import Floats, Group, agreement, enough
 from stoker.data.ragged import Indices
 from stoker.errors import UserError
 from stoker.recipes.imagenet.classes import ClassMap, listed
@@ -22,9 +19,6 @@ from stoker.recipes.imagenet.sources import Images, Reader
 MOST_IMAGES = 6000  # of each of the three groups
 SIDE = 8  # fields of a thumbnail
 EDGE_SIDE, FIELDS, TURNS = 32, 4, 8  # pixels that edges are looked for in, fields that they are counted in, directions
-SIGMA = 5.0  # how sure the verdict must be
-
-Floats = npt.NDArray[np.float64]
 
 
 def check_labels(
@@ -34,37 +28,32 @@ def check_labels(
     labels, num_classes = label[np.asarray(images.table.columns["label"])], len(classes)
     learn, judge = _two_groups(labels, training, num_classes)
     other = _some(labels, validation, num_classes)
-    if min(len(learn), len(judge), len(other)) < 5 * num_classes and len(learn) < 200:
+    if not enough(num_classes, len(learn), len(judge), len(other)):
         console.say("labels: too few images to see whether those of training and validation mean the same")
         return
-    groups, features = (learn, judge, other), []
+    groups, found = (learn, judge, other), []
     total = sum(map(len, groups))
     with ThreadPoolExecutor(threads, "probe") as pool, console.progress("check labels", total, "images") as bar:
         for rows in groups:
-            found = []
+            features = []
             for values in pool.map(lambda row: _features(images.reader, row), rows.tolist()):
-                found.append(values)
+                features.append(values)
                 bar.advance()
-            features.append(np.stack(found))
-    weights = _fit(features[0], labels[learn], num_classes)
-    known_scores, unknown_scores = (_scores(one, weights) for one in features[1:])
-    known, unknown = known_scores.argmax(1), unknown_scores.argmax(1)
-    held, seen = float(np.mean(known == labels[judge])), float(np.mean(unknown == labels[other]))
-    chance = 1 / num_classes
-    error_held = np.sqrt(max(held * (1 - held), chance) / len(judge))
-    error_seen = np.sqrt(max(seen * (1 - seen), chance) / len(other))
-    knows = held - chance > SIGMA * error_held
-    differs = held - seen > SIGMA * np.hypot(error_held, error_seen) and seen < chance + 0.5 * (held - chance)
-    if knows and differs:
+            found.append(Group(np.stack(features), labels[rows]))
+    learnt_from, judged, asked = found
+    told = agreement(learnt_from, judged, asked, num_classes)
+    if told.differs:
+        pairs = listed([f"{classes.names[one]} looks like {classes.names[like]}" for one, like in told.looks_like])
+        by_folder = f"By their folders: {pairs}. " if told.looks_like else ""
         raise UserError(
             f"The labels of the validation images do not seem to mean what those of the training images mean: a quick "
-            f"classifier is right on {held:.1%} of other training images and on {seen:.1%} of the validation images "
-            f"(chance is {chance:.1%}). {_most_confused(unknown, labels[other], classes)}Are validation images in the "
-            f"wrong folders, or numbered in another order? --data.check_labels false trains all the same."
+            f"classifier is right on {told.held:.1%} of other training images and on {told.seen:.1%} of the validation "
+            f"images (chance is {told.chance:.1%}). {by_folder}Are validation images in the wrong folders, or numbered in "
+            f"another order? --data.check_labels false trains all the same."
         )
-    if swapped := _swapped(known_scores, labels[judge], unknown_scores, labels[other]):
+    if told.swapped:
         pairs = listed(
-            [f"{classes.names[one]} and {classes.names[other]} look like each other" for one, other in swapped]
+            [f"{classes.names[one]} and {classes.names[other]} look like each other" for one, other in told.swapped]
         )
         raise UserError(
             f"Some classes seem to be swapped between training and validation: to a quick classifier of training images, "
@@ -72,7 +61,8 @@ def check_labels(
             f"--data.check_labels false trains all the same."
         )
     console.say(
-        f"labels: a quick classifier is right on {held:.1%} in training, {seen:.1%} in validation (chance {chance:.1%})"
+        f"labels: a quick classifier is right on {told.held:.1%} in training, {told.seen:.1%} in validation (chance "
+        f"{told.chance:.1%})"
     )
 
 
@@ -123,52 +113,3 @@ def _edges(grey: Floats) -> Floats:
     place = (field[:, None] * FIELDS + field) * TURNS + turn
     found = np.bincount(place.ravel(), strength.ravel(), minlength=FIELDS * FIELDS * TURNS)
     return np.sqrt(found / max(float(found.sum()), 1e-9))
-
-
-def _fit(features: Floats, labels: Indices, num_classes: int) -> tuple[Floats, Floats, Floats]:
-    """A ridge regression onto the classes: mean and scale of the features, and weights (F + 1, K)."""
-    mean, scale = features.mean(0), features.std(0) + 1e-6
-    inputs = np.column_stack([(features - mean) / scale, np.ones(len(features))])
-    targets = np.eye(num_classes)[labels]
-    penalty = 0.1 * len(features) * np.eye(inputs.shape[1]) / np.sqrt(inputs.shape[1])
-    return mean, scale, np.linalg.solve(inputs.T @ inputs + penalty, inputs.T @ targets)
-
-
-def _scores(features: Floats, model: tuple[Floats, Floats, Floats]) -> Floats:
-    """(N, K) how much each image looks like each class."""
-    mean, scale, weights = model
-    return np.asarray(np.column_stack([(features - mean) / scale, np.ones(len(features))]) @ weights)
-
-
-def _swapped(held: Floats, held_labels: Indices, seen: Floats, seen_labels: Indices) -> list[tuple[int, int]]:
-    """Pairs of classes whose validation images each look like the other, surely, and whose training images do not."""
-    found = []
-    centres = np.stack([seen[seen_labels == one].mean(0) if (seen_labels == one).any() else seen.mean(0)
-                        for one in range(seen.shape[1])])  # fmt: skip
-    own = centres.diagonal()
-    apart = own[:, None] - centres - centres.T + own[None, :]  # negative where the two stand in each other's place
-    for first, second in np.argwhere(np.triu(apart < 0, 1)).tolist():
-        known = _sigmas_apart(held, held_labels, first, second)
-        if known > SIGMA and _sigmas_apart(seen, seen_labels, first, second) < -SIGMA:
-            found.append((first, second))
-    return found
-
-
-def _sigmas_apart(scores: Floats, labels: Indices, first: int, second: int) -> float:
-    """How surely images of two classes differ in looking like the first rather than the second; negative: in reverse."""
-    margin = scores[:, first] - scores[:, second]
-    ours, theirs = margin[labels == first], margin[labels == second]
-    if min(len(ours), len(theirs)) < 2:
-        return 0.0
-    error = np.sqrt(ours.var(ddof=1) / len(ours) + theirs.var(ddof=1) / len(theirs))
-    return float((ours.mean() - theirs.mean()) / max(error, 1e-12))
-
-
-def _most_confused(guessed: Indices, labels: Indices, classes: ClassMap) -> str:
-    """Validation classes that look like another class of training more than like their own."""
-    table = np.zeros((len(classes), len(classes)))
-    np.add.at(table, (labels, guessed), 1)
-    looks = table.argmax(1)
-    moved = [(int(true), int(like)) for true, like in enumerate(looks) if like != true and table[true, like] > 0]
-    pairs = listed([f"{classes.names[true]} looks like {classes.names[like]}" for true, like in moved])
-    return f"By their folders: {pairs}. " if moved else ""
