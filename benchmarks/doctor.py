@@ -1,6 +1,7 @@
 """How often the doctor is right: planted faults and healthy controls, each diagnosed, then cured and measured again.
 
     python benchmarks/doctor.py [--only NAME ...] [--seconds 2] [--gpu]
+    python benchmarks/doctor.py --only learning,data  # what keeps a loss from falling; nothing is cured
 
 One JSON line a case, a table for people on standard error, and the score as the last line. Every case runs in a process of
 its own, forked from one that has imported everything, with one thread for torch, so that its step does not take the core
@@ -31,15 +32,15 @@ def one(name: str, seconds: float, *, cure: bool = True) -> dict[str, Any]:
     """Diagnoses a case, then runs it with and without its fault in turns."""
     sys.path.insert(0, str(PLANTED))
     import torch
-    from planted.table import CASES
+    from planted.table import CASES, LESSONS
 
     from stoker.doctor.measure import measure
     from stoker.doctor.rules import diagnose
     from stoker.doctor.waterfall import waterfall
 
     torch.set_num_threads(1)
-    case = next(case for case in CASES if case.name == name)
-    found = measure(case.make(True), seconds)
+    case = next(case for case in (*CASES, *LESSONS) if case.name == name)
+    found = measure(case.make(True), seconds, "learning" if case.learning else "speed")
     findings = diagnose(found)
     first = findings[0] if findings else None
     result: dict[str, Any] = {
@@ -120,13 +121,15 @@ def main() -> None:
         print(json.dumps(one(options.one, options.seconds, cure=not options.no_cure)))
         return
     sys.path.insert(0, str(PLANTED))
-    from planted.table import CASES
+    from planted.table import CASES, LESSONS
 
     import stoker.doctor.measure  # noqa: F401  once for all of them
 
+    names = set(",".join(options.only or ()).split(",")) - {""}
+    lessons = bool(names & {"learning", "data"})
     results = []
-    for case in CASES:
-        if case.gpu != options.gpu or (options.only and case.name not in options.only):
+    for case in LESSONS if lessons else CASES:
+        if not lessons and (case.gpu != options.gpu or (names and case.name not in names)):
             continue
         result = in_a_child(case.name, options.seconds)
         if result is None:
@@ -134,7 +137,7 @@ def main() -> None:
         results.append(result)
         print(json.dumps(result), flush=True)
         show(result)
-    score(results)
+    score(results, "learning" if lessons else "speed")
 
 
 def show(result: dict[str, Any]) -> None:
@@ -144,7 +147,7 @@ def show(result: dict[str, Any]) -> None:
     print(f"{result['case']:28} {result['expected'] or 'healthy':16} {said:55} {factors}{mark}", file=sys.stderr)
 
 
-def score(results: list[dict[str, Any]]) -> None:
+def score(results: list[dict[str, Any]], of: str) -> None:
     faults = [one for one in results if one["expected"] is not None]
     controls = [one for one in results if one["expected"] is None]
     tried = [one for one in faults if "measured" in one and is_right(one)]
@@ -162,8 +165,8 @@ def score(results: list[dict[str, Any]]) -> None:
     }
     share = [is_right(one) / 1.0 for one in faults] or [0.0]
     seconds = [one["diagnosis_s"] for one in results] or [0.0]
-    emit(line("doctor: right rule first", [sum(share) / len(share)], "share", **values))
-    emit(line("doctor: a diagnosis", seconds, "s"))
+    emit(line(f"doctor of {of}: right rule first", [sum(share) / len(share)], "share", **values))
+    emit(line(f"doctor of {of}: a diagnosis", seconds, "s"))
 
 
 if __name__ == "__main__":

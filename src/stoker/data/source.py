@@ -1,6 +1,6 @@
 """The seam between storage and everything above it: what reads samples, and what a recipe hands over when it opens data."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +25,15 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
+class Content:
+    """A sample as it is stored, for whoever looks for the same one twice."""
+
+    key: bytes = b""  # the same where samples are
+    likeness: bytes = b""  # bits that are nearly the same where samples look alike; none: nobody can tell
+    trouble: str = ""  # why it cannot be read
+
+
+@dataclass(frozen=True)
 class RunData:
     """Samples to train on and samples never trained on, and how they become batches."""
 
@@ -41,6 +50,7 @@ class RunData:
     bad_samples: BadSamples = field(default_factory=BadSamples)
     cache_bytes: int = 0  # of the RAM budget that the source keeps for itself
     validation_stages: Sequence[Stage] | None = None  # where they differ from those of training
+    contents: Callable[[Indices], Iterable[Content]] | None = None  # of some rows, in their order
     # Of loader's sample_cost, bad_shards and window, those that mean something here.
     honours: frozenset[str] = frozenset()
     repeated: bool = False  # the training order names samples several times

@@ -102,6 +102,8 @@ def _floor(probe: Probe, found: Measured, kept: legs.Kept) -> None:
 
 def _learning(probe: Probe, found: Measured, seconds: float) -> None:
     found.learning = look(probe, LEARNING * seconds)
+    if found.learning.skipped:
+        found.troubles.append(f"what is learnt: {found.learning.skipped}")
 
 
 def _tried(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:

@@ -20,6 +20,7 @@ from stoker import console
 from stoker.data.batch import tensors_in
 from stoker.data.device import feed
 from stoker.data.plan import Position, Step
+from stoker.data.source import RunData
 from stoker.errors import UserError
 from stoker.launch.build import build_run
 from stoker.launch.targets import BUILT_IN, OWN, Target
@@ -48,6 +49,7 @@ class Probe:
     validation: Iterable[Any] | None = None  # batches that must not be among those of `loader`
     know_nothing: float | None = None  # the loss of a model that has learnt nothing
     make_optimizer: Callable[[float], torch.optim.Optimizer] | None = None  # of a recipe, by its rate
+    data: RunData | None = None  # of a recipe: where its samples come from
 
     def samples_of(self, batch: Any) -> int:
         if self.num_samples is not None:
@@ -57,7 +59,10 @@ class Probe:
 
     @property
     def rate(self) -> float | None:
-        return None if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
+        if self.optimizer is None:
+            return None
+        group = self.optimizer.param_groups[0]
+        return float(group.get("initial_lr", group["lr"]))  # what a schedule of torch begins with
 
     def new_optimizer(self, parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
         """One of the kind that the loop uses, with nothing learnt."""
@@ -140,6 +145,7 @@ def probe_of(target: Target) -> Iterator[Probe]:
             loss=loss,
             optimizer=engine.optimizer,
             know_nothing=run.task.know_nothing_loss,
+            data=run.data,
             make_optimizer=lambda rate: run.make_optimizer(engine.model, dataclasses.replace(engine.config, lr=rate)),
         )
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planted import later, learning, loops, on_gpu, seed
+from planted import later, learning, learning_later, loops, on_gpu, seed
 from stoker.doctor.probe import Probe
 
 
@@ -118,4 +118,4 @@ LESSONS = tuple(
         (learning.learns_from_zero, None),
         (learning.learns_words, None),
     )
-)
+) + tuple(Case(make, rule, tuned=False, learning=True) for make, rule in learning_later.CASES)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from stoker.data.agreement import Agreement
+from stoker.doctor.learning.content import Contents
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Update:
 class Updates:
     made: tuple[Update, ...]
     unchanged: tuple[str, ...]  # layers that a dozen calls of the step leave as they were
+    warms_up: bool = False  # the rate rises meanwhile
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,12 @@ class Learning:
     seen: int = 0  # samples that were looked at
     twice: int = 0  # of them that were there already
     agreement: Agreement | None = None  # of validation labels with training labels; None: not looked
+    contents: Contents | None = None  # of a recipe's samples; None: not looked
     updates: Updates | None = None  # None: not looked
     not_finite: NotFinite | None = None
+    bad_batches: bool = False  # what was read is not finite already
     in_validation: int | None = None  # of them that are also in validation; None: not looked
+    skipped: str = ""  # why rates were not tried
     seconds: float = 0.0
 
     def row_of_rates(self) -> list[tuple[str, ...]]:

@@ -13,6 +13,7 @@ from stoker.doctor.learning.labels import labels_of
 PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LSTM, nn.GRU, nn.RNN)
 KINDS = 20  # of whole numbers, from which a column looks like a number that somebody gave
 MOST_FEATURES = 4096
+MOST_PLACES = 512  # of a sample, at which the target is looked for
 
 
 @contextmanager
@@ -46,29 +47,41 @@ def _columns(module: nn.Module, values: Tensor) -> Tensor:
     return values.reshape(-1, values.shape[-1]).float()
 
 
-def features(inputs: Sequence[Tensor], batches: Sequence[Any]) -> list[Feature]:
+def features(inputs: Sequence[Tensor], batches: Sequence[Any], *, of_pixels: bool = False) -> list[Feature]:
+    """Columns of what was read; whole numbers of pixels are no identifiers."""
     values = torch.cat(list(inputs)).cpu()[:, :MOST_FEATURES]
+    together = _with_target(values, batches)
+    return [_feature(number, values[:, number], together[number], of_pixels) for number in range(values.shape[1])]
+
+
+def _with_target(values: Tensor, batches: Sequence[Any]) -> list[float]:
+    """The largest correlation of each column with the target, over all places of a sample that it stands at."""
+    nothing = [0.0] * values.shape[1]
     targets = [labels_of(batch) for batch in batches]
-    target = None
-    if all(one is not None for one in targets):
-        joined = torch.cat([one.reshape(len(one), -1)[:, 0].double().cpu() for one in targets if one is not None])
-        target = joined if len(joined) == len(values) else None
-    return [_feature(number, values[:, number], target) for number in range(values.shape[1])]
+    if any(one is None for one in targets):
+        return nothing
+    target = torch.cat([one.reshape(len(one), -1)[:, 0].double().cpu() for one in targets if one is not None])
+    places, rest = divmod(len(values), len(target))
+    if rest or not places or places > MOST_PLACES or not bool(torch.isfinite(target).all()):
+        return nothing
+    columns = values.double().reshape(len(target), places, -1)
+    columns, target = columns - columns.mean(0), target - target.mean()
+    size = columns.square().sum(0).sqrt() * target.norm()
+    found = ((columns * target[:, None, None]).sum(0) / size).nan_to_num(0.0, 0.0, 0.0)
+    best = found.abs().argmax(0, keepdim=True)
+    return [float(one) for one in found.gather(0, best)[0]]
 
 
-def _feature(number: int, column: Tensor, target: Tensor | None) -> Feature:
+def _feature(number: int, column: Tensor, with_target: float, of_pixels: bool) -> Feature:
     finite = torch.isfinite(column)
     fit = column[finite].double()
     if len(fit) == 0:
         return Feature(number, 0.0, 0.0, 0.0, 0.0, 1.0, False, True)
     mean, spread = float(fit.mean()), float(fit.std(correction=0))
     skew = float((((fit - mean) / spread) ** 3).mean()) if spread > 0 else 0.0
-    whole = bool((fit == fit.round()).all()) and len(torch.unique(fit)) > KINDS
-    together = 0.0
-    if target is not None and bool(finite.all()) and spread > 0 and float(target.std()) > 0:
-        together = float(torch.corrcoef(torch.stack([column.double(), target]))[0, 1])
+    whole = not of_pixels and bool((fit == fit.round()).all()) and len(torch.unique(fit)) > KINDS
     bad = 1 - float(finite.double().mean())
-    return Feature(number, mean, spread, float(fit.abs().max()), skew, bad, whole, spread == 0, together)
+    return Feature(number, mean, spread, float(fit.abs().max()), skew, bad, whole, spread == 0, with_target)
 
 
 def layers_of(model: nn.Module, inputs: dict[str, list[Tensor]]) -> list[Layer]:

@@ -14,6 +14,7 @@ from stoker.doctor.learning.facts import Learning
 from stoker.doctor.learning.labels import labels_of
 
 MOST_BATCHES = 64
+FEW = 10  # classes that are stored as numbers
 
 
 def look_at_samples(found: Learning, batches: Sequence[Any], validation: Iterable[Any] | None) -> None:
@@ -30,11 +31,16 @@ def look_at_samples(found: Learning, batches: Sequence[Any], validation: Iterabl
 def _look_at_labels(found: Learning, labels: Sequence[Tensor]) -> None:
     every = torch.cat([one.reshape(len(one), -1)[:, 0] for one in labels])
     found.constant_labels = bool((every == every[0]).all())
-    is_class = not every.is_floating_point()
+    is_class = not every.is_floating_point() or _are_classes(every)
     if is_class:
-        found.label_counts = dict(sorted(Counter(every.tolist()).items()))
+        found.label_counts = dict(sorted(Counter(every.long().tolist()).items()))
     if len(labels) >= 4 and not found.constant_labels:
         found.order = _order_of_classes(labels, every) if is_class else _order_of_numbers(labels, every)
+
+
+def _are_classes(labels: Tensor) -> bool:
+    """A few whole numbers, such as 0.0 and 1.0."""
+    return bool((labels == labels.round()).all()) and len(torch.unique(labels)) <= FEW
 
 
 def _order_of_classes(labels: Sequence[Tensor], every: Tensor) -> float:
@@ -45,10 +51,12 @@ def _order_of_classes(labels: Sequence[Tensor], every: Tensor) -> float:
     share = total.double() / total.sum()
     found = []
     for one in labels:
-        counts = (one.reshape(-1, 1) == kinds).sum(0).double()
+        counts = (one.reshape(len(one), -1)[:, :1] == kinds).sum(0).double()
         expected = share * counts.sum()
-        found.append(float(((counts - expected) ** 2 / expected).sum() / (len(kinds) - 1)))
-    return sum(found) / len(found)
+        often = expected >= 1  # of the others a single one would say too much
+        if often.sum() >= 2:
+            found.append(float(((counts - expected) ** 2 / expected)[often].sum() / (often.sum() - 1)))
+    return sum(found) / len(found) if found else 1.0
 
 
 def _order_of_numbers(labels: Sequence[Tensor], every: Tensor) -> float:

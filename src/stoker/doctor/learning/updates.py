@@ -30,9 +30,11 @@ def updates_of(probe: Probe, batches: Sequence[Any]) -> Updates | None:
     before = [one.detach().clone() for one in learnt]
     state = copy.deepcopy(optimizer.state_dict())
     made: list[Update] = []
+    rates: list[float] = []
     waiting: list[Any] = []
 
     def look(*_: Any) -> None:
+        rates.append(float(optimizer.param_groups[0]["lr"]))
         given = [None if one.grad is None else one.grad.detach().clone() for one in learnt]
         made.append(_compare(given, [_gradients(loss, learnt, batch) for batch in waiting]))
         waiting.clear()
@@ -48,7 +50,7 @@ def updates_of(probe: Probe, batches: Sequence[Any]) -> Updates | None:
         hook.remove()
         optimizer.load_state_dict(state)
     is_same = [torch.equal(one, old) for one, old in zip(learnt, before, strict=True)]
-    return Updates(tuple(made), _unchanged(model, learnt, is_same))
+    return Updates(tuple(made), _unchanged(model, learnt, is_same), bool(rates) and rates[-1] > rates[0])
 
 
 def _unchanged(model: nn.Module, learnt: Sequence[nn.Parameter], is_same: Sequence[bool]) -> tuple[str, ...]:

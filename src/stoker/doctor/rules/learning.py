@@ -17,14 +17,17 @@ RAW_MEAN, RAW_SPREAD, RAW_LARGEST = 3.0, 10.0, 100.0
 SKEWED = 5.0
 LEAKED = 0.999  # correlation of an input with the target
 DEAD = 0.4  # of a layer
-VANISHED = 1e-4  # of the relative gradient, first layers over last ones
+VANISHED = 3e-3  # of the relative gradient, first layers over last ones
 SLOW = 0.02  # of what the best rate gains in as many steps: a short trial flatters high rates, so this is little
 FAST = 0.2  # the same at a rate above the best one
 UNMIXED = 4.0  # times what chance makes batches differ
 RARE = 100  # times that one class is as frequent as another
 SAME, ALIKE = 0.999, 0.8  # cosines of gradients: of the same batch, and of batches with other draws of dropout
 SUMMED = 0.75  # of the number of batches
+TINY = 1e-5  # of a gradient relative to its weights
 CLIPPED = 0.1  # of a gradient that clipping leaves
+SPREAD = 0.05  # of the size of answers, by which they must differ
+MOST_NAMES = 10  # of samples, as evidence; JSON has all
 LEARNT = 0.5  # of its loss that is left of one batch that was learnt
 
 Lesson = Callable[[Learning], Finding | None]
@@ -58,7 +61,7 @@ def _told(feature: Feature) -> str:
 @lesson("inputs-not-finite")
 def inputs_not_finite(found: Learning) -> Finding | None:
     bad = [one for one in found.features if one.bad_share > 0]
-    if not bad:
+    if not bad or not found.bad_batches:
         return None
     evidence = [f"column {one.number}: {one.bad_share:.2%} of its values" for one in bad[:5]]
     sentence = (
@@ -71,7 +74,7 @@ def inputs_not_finite(found: Learning) -> Finding | None:
 @lesson("not-finite")
 def not_finite(found: Learning) -> Finding | None:
     bad = found.not_finite
-    if bad is None or any(one.bad_share > 0 for one in found.features):
+    if bad is None or found.bad_batches:
         return None
     what = "gradient" if bad.backward else "loss"
     places = ", ".join(map(str, bad.samples[:8])) + (" ..." if len(bad.samples) > 8 else "")
@@ -92,7 +95,7 @@ def inputs_ids(found: Learning) -> Finding | None:
         return None
     sentence = f"Columns that reach {found.features_of} look like identifiers used as numbers: one 7 is not near an 8."
     change = "nn.Embedding(number of them, width), or a table of what is known of each (such as places)"
-    return _finding("inputs-ids", BAD, sentence, change, [_told(one) for one in ids[:5]])
+    return _finding("inputs-ids", SERIOUS, sentence, change, [_told(one) for one in ids[:5]])
 
 
 def _is_id(feature: Feature) -> bool:
@@ -187,8 +190,27 @@ def order(found: Learning) -> Finding | None:
     )
 
 
+@lesson("broken")
+def broken(found: Learning) -> Finding | None:
+    bad = [] if found.contents is None else found.contents.broken
+    if not bad:
+        return None
+    sentence = f"{len(bad):,} samples cannot be read as a whole."
+    change = "fetch them again; --data.broken says what training does with images that cannot be decoded at all"
+    return _finding("broken", BAD, sentence, change, [f"{name}: {why}" for name, why in bad[:MOST_NAMES]])
+
+
+def _pairs(pairs: Sequence[tuple[str, str]], words: str) -> list[str]:
+    return [f"{one} {words} {other}" for one, other in pairs[:MOST_NAMES]]
+
+
 @lesson("duplicates")
 def duplicates(found: Learning) -> Finding | None:
+    if found.contents is not None and len(found.contents.twice) >= max(3, 0.01 * found.contents.seen):
+        told = found.contents
+        sentence = f"{len(told.twice):,} of {told.seen:,} training samples have the content of another one."
+        change = "leave them out; look for files that are there twice under other names"
+        return _finding("duplicates", BAD, sentence, change, _pairs(told.twice, "is"))
     if found.seen == 0 or found.twice < max(3, 0.01 * found.seen):
         return None
     sentence = f"{found.twice:,} of {found.seen:,} samples of the first epoch had been there before."
@@ -199,6 +221,15 @@ def duplicates(found: Learning) -> Finding | None:
 
 @lesson("validation-seen")
 def validation_seen(found: Learning) -> Finding | None:
+    if found.contents is not None and (found.contents.in_validation or found.contents.alike):
+        told = found.contents
+        same, alike = len(told.in_validation), len(told.alike)
+        sentence = f"{same:,} validation samples are training samples" + (
+            f", and {alike:,} look like one: the score says less than it seems." if alike else ": the score says less."
+        )
+        evidence = [*_pairs(told.in_validation, "is"), *_pairs(told.alike, "looks like")]
+        share = SERIOUS if same else BAD
+        return _finding("validation-seen", share, sentence, "leave them out of one of the two", evidence)
     if not found.in_validation:
         return None
     sentence = f"{found.in_validation:,} validation samples are among the training samples: the score says nothing."
@@ -227,7 +258,8 @@ def labels_differ(found: Learning) -> Finding | None:
 def not_updated(found: Learning) -> Finding | None:
     if found.updates is None:
         return None
-    with_gradient = {one.name for one in found.layers if one.gradient and not one.frozen}
+    # A gradient too small to be added to a weight is none that was left out.
+    with_gradient = {one.name for one in found.layers if one.gradient and one.gradient > TINY and not one.frozen}
     names = [name for name in found.updates.unchanged if name in with_gradient]
     if not names:
         return None
@@ -343,6 +375,8 @@ def rate_low(found: Learning) -> Finding | None:
     best, present = found.best, found.present
     if best is None or present is None or present.rate >= best.rate or present.gain > SLOW * best.gain:
         return None
+    if found.updates is not None and found.updates.warms_up:  # it is not the rate that the run will have
+        return None
     assert found.rate is not None
     sentence = f"The rate {found.rate:.2g} is {best.rate / found.rate:.0f} times below the best one that was tried."
     return _finding("rate-low", SERIOUS, sentence, _better_rate(found), _rates(found))
@@ -364,8 +398,7 @@ def nothing_learnt(found: Learning) -> Finding | None:
         return None
     gain, error = found.with_others_labels
     before, after, steps = found.one_batch
-    learns_one = after < before - LEARNT * abs(before)
-    if gain > SURE * error or learns_one:
+    if gain > SURE * error or _learns_one(found):
         return None
     evidence = [
         f"gain with its own labels beyond those of other samples: {gain:.3g} +- {error:.2g}",
@@ -378,14 +411,20 @@ def nothing_learnt(found: Learning) -> Finding | None:
     return _finding("nothing-learnt", SERIOUS, sentence, change, evidence)
 
 
+def _learns_one(found: Learning) -> bool:
+    """Half of the loss of one batch can be learnt by heart; or its samples get different answers, given the time."""
+    assert found.one_batch is not None
+    before, after, _ = found.one_batch
+    return after < before - LEARNT * abs(before) or (found.answers is not None and found.answers > SPREAD)
+
+
 @lesson("labels-unrelated")
 def labels_unrelated(found: Learning) -> Finding | None:
     """One batch can be learnt by heart, and nothing of it helps with the next one."""
     if found.with_others_labels is None or found.one_batch is None or found.constant_labels:
         return None
     gain, error = found.with_others_labels
-    before, after, _ = found.one_batch
-    if gain > SURE * error or not after < before - LEARNT * abs(before):
+    if gain > SURE * error or not _learns_one(found):
         return None
     sentence = "Labels of other samples teach as much as a sample's own: no decision about rates can be made."
     change = "see whether labels belong to their samples; a hard task may need more batches than this look took"

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +29,14 @@ from stoker.recipes.icecube import events
 from stoker.recipes.icecube.batch import EventBatch
 from stoker.recipes.icecube.graphnet import as_layout, loose_facts
 from stoker.recipes.icecube.simulate import simulate
-from stoker.recipes.icecube.sources import DirectEvents, EventSource, PackedEvents, ResidentEvents, check_window
+from stoker.recipes.icecube.sources import (
+    DirectEvents,
+    EventSource,
+    PackedEvents,
+    ResidentEvents,
+    check_window,
+    contents_of,
+)
 from stoker.recipes.icecube.table import Part, check_layout, open_events
 from stoker.recipes.icecube.truth import targets
 from stoker.settings import AlsoCalled, config
@@ -96,6 +103,7 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         order=source.order(split.training),
         stages=source.stages(run.loader.sample_cost, quarantine, truth),
         files_of=source.files_of,
+        contents=partial(contents_of, source) if isinstance(source, DirectEvents | PackedEvents) else None,
         description=description,
         facts=events.open_geometry(root).facts(),
         loose_facts=loose_facts(run.data.path),

@@ -5,7 +5,8 @@ a batch on the host; what it becomes on the device is in `batch`.
 """
 
 # E events, D DOMs hit, P pulses
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ from stoker.data.parquet import ParquetSource
 from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices, Ragged, offsets_of, sample_of_element
 from stoker.data.samples import SampleTable, Subset, block_positions
-from stoker.data.source import EpochOrder, Source
+from stoker.data.source import Content, EpochOrder, Source
 from stoker.data.stages import Stage
 from stoker.data.store import PackedStore
 from stoker.data.thin import kept_elements, thin
@@ -170,6 +171,19 @@ class PackedEvents:
 
     def files_of(self, rows: Indices) -> str:
         return self._store.files_of(rows)
+
+
+def contents_of(source: "DirectEvents | PackedEvents", rows: Indices) -> Iterator[Content]:
+    """Pulses of each event, whatever its name; in the order of the rows."""
+    pulses = source.gather(MicroBatch(rows)).ragged
+    place = {row: number for number, row in enumerate(pulses.rows.tolist())}
+    for row in rows.tolist():
+        number = place[row]
+        inside = slice(int(pulses.offsets[number]), int(pulses.offsets[number + 1]))
+        digest = hashlib.blake2b(digest_size=16)
+        for name in ("time", "charge", "sensor"):
+            digest.update(np.ascontiguousarray(pulses.columns[name][inside]).tobytes())
+        yield Content(digest.digest())
 
 
 def _exact_order(subset: Subset) -> EpochOrder:

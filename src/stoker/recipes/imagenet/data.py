@@ -12,6 +12,7 @@ from stoker.data.stages import Stage
 from stoker.errors import UserError
 from stoker.recipe import RunConfig
 from stoker.recipes.imagenet.broken import BrokenImages
+from stoker.recipes.imagenet.content import contents_of
 from stoker.recipes.imagenet.decoder import Decoder, room_bytes
 from stoker.recipes.imagenet.model import check_name
 from stoker.recipes.imagenet.probe import check_labels
@@ -58,6 +59,7 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         order=order,
         stages=[Stage("decode", partial(decoder.make, True))],
         validation_stages=[Stage("decode", partial(decoder.make, False))],
+        contents=partial(contents_of, chosen.images.reader),
         files_of=lambda rows: ", ".join(chosen.images.reader.name(int(row)) for row in rows[:3]),
         bad_samples=bad_samples,
         description={

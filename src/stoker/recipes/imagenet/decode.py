@@ -93,6 +93,16 @@ def decode(content: bytes, min_height: int = 0, min_width: int = 0, *, fast: boo
     return _decode_slowly(content)
 
 
+def is_whole(content: bytes) -> bool:
+    """Nothing is wrong with a JPEG; of other kinds whoever decodes them says so."""
+    try:
+        return content[:3] != JPEG or len(_decode_jpeg(content, 1, 1, fast=True)) > 0
+    except KeyError:
+        return True
+    except ValueError as error:
+        return "nsupported" in str(error)  # twelve bits and the like, which Pillow knows
+
+
 def decode_crop(content: bytes, box: Box, height: int, width: int, size: int) -> Pixels:
     """The pixels inside a box of an image of that height and width, enough of them to make size x size from."""
     # At most half the pixels are left out by a smaller scale: two of its pixels make one of ours.

@@ -13,6 +13,7 @@ from stoker.data.agreement import Floats, Group, agreement, enough
 from stoker.data.ragged import Indices
 from stoker.errors import UserError
 from stoker.recipes.imagenet.classes import ClassMap, listed
+from stoker.recipes.imagenet.content import field_means
 from stoker.recipes.imagenet.decode import Broken, decode, size_of
 from stoker.recipes.imagenet.sources import Images, Reader
 
@@ -88,20 +89,9 @@ def _features(reader: Reader, row: int) -> Floats:
         pixels = decode(content, EDGE_SIDE, EDGE_SIDE, fast=True).astype(np.float64) / 255
     except (Broken, OSError):
         return np.zeros(SIDE * SIDE * 6 + FIELDS * FIELDS * TURNS)
-    mean = _means(pixels, SIDE)
-    contrast = np.sqrt(np.maximum(_means(pixels**2, SIDE) - mean**2, 0))
-    return np.concatenate([mean.ravel(), contrast.ravel(), _edges(_means(pixels, EDGE_SIDE).mean(2))])
-
-
-def _means(values: Floats, side: int) -> Floats:
-    """Over side x side fields of an image of any size; pixels are repeated where it is smaller."""
-    tall, wide = values.shape[:2]
-    if min(tall, wide) < side:
-        values = values.repeat(-(-side // tall), 0).repeat(-(-side // wide), 1)
-        tall, wide = values.shape[:2]
-    rows, cols = (np.linspace(0, size, side + 1).astype(int) for size in (tall, wide))
-    summed = np.add.reduceat(np.add.reduceat(values, rows[:-1], 0), cols[:-1], 1)
-    return np.asarray(summed / (np.diff(rows)[:, None] * np.diff(cols))[:, :, None])
+    mean = field_means(pixels, SIDE)
+    contrast = np.sqrt(np.maximum(field_means(pixels**2, SIDE) - mean**2, 0))
+    return np.concatenate([mean.ravel(), contrast.ravel(), _edges(field_means(pixels, EDGE_SIDE).mean(2))])
 
 
 def _edges(grey: Floats) -> Floats:
