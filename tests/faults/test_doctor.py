@@ -468,13 +468,13 @@ def test_a_change_is_tried_and_taken_back() -> None:
     assert found.tried["precision"] < found.run.mean  # type: ignore[union-attr]
     assert {parameter.dtype for parameter in probe.model.parameters()} == {torch.float64}  # type: ignore[union-attr]
     probe.step(probe.loader[0])  # type: ignore[index]  # its optimizer has what it had, too
-    padded = measure(loops.padded(True), 0.3)
+    padded = measure(loops.padded(True), 0.1)
     assert padded.tried["padding"] < 0.6 * padded.run.mean  # type: ignore[union-attr]
     workers = trials.anew(torch.utils.data.DataLoader(loops.Samples(64), 16), 2)
     assert workers is not None
     assert (workers.num_workers, sum(len(batch[0]) for batch in workers)) == (2, 64)
     assert trials.anew([1, 2], 2) is None
-    shuffled = measure(loops.shuffled_files(True), 0.3)
+    shuffled = measure(loops.shuffled_files(True), 0.1)
     assert shuffled.tried["shuffle"] < 0.3 * shuffled.run.mean  # type: ignore[union-attr]
 
 

@@ -1,5 +1,6 @@
 """A diagnosis' measurements: every leg of a step, then what the changes that come to mind would gain, tried."""
 
+import linecache
 import signal
 import threading
 import time
@@ -82,7 +83,8 @@ def _calls(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> No
         return
     found.calls = calls_of(probe.step, kept.resident[0], probe.device)
     if found.calls.syncs:
-        places = dict.fromkeys(found.calls.syncs, "sync")
+        # Not the backward pass: who waits in it is the operation that it goes back through.
+        places = {place: "sync" for place in found.calls.syncs if ".backward(" not in linecache.getline(*place)}
         found.sync_s = legs.seconds_of_lines(probe, kept, places, seconds).get("sync", 0.0)
 
 

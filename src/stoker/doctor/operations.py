@@ -33,6 +33,7 @@ PRODUCTS = (
 # Of a GPU's kernels, which have names of their own.
 KERNELS = ("gemm", "nvjet", "cutlass", "xmma", "conv", "wgrad", "dgrad", "splitk", "implicit", "triton_tem")
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpyAsync")  # of the host, for the device
+MARKS = ("stoker step", "Optimizer.")  # of the profiler, over all that is computed inside
 BACKWARD = "autograd::engine::evaluate_function"
 
 
@@ -73,7 +74,7 @@ def profile_steps(step: Callable[[Any], Any], batches: Sequence[Any], device: to
         event.time_range.elapsed_us() for event in events if event.name == "stoker step" and not _on_device(event)
     )
     called = [event for event in events if event.name.startswith("aten::") and not _on_device(event) and _top(event)]
-    kernels = [event for event in events if _on_device(event) and not event.name.startswith("stoker step")]
+    kernels = [event for event in events if _on_device(event) and not event.name.startswith(MARKS)]
     counted = kernels or called
     short = [event for event in kernels if event.time_range.elapsed_us() < SHORT_KERNEL_US]
     busy_us, short_us = (_union(kernels), _union(short)) if kernels else _busy_and_short_us(events, called)

@@ -119,10 +119,7 @@ def layout(found: Measured) -> Finding | None:
     """A matter of trying: some networks gain a third, others lose."""
     if found.run is None or found.device != "cuda" or not found.plain_layout:
         return None
-    if "layout" not in found.tried:
-        share = 0.05 if found.operations is not None and found.operations.product_share > 0.2 else 0.0
-    else:
-        share = _tried_share(found, "layout")
+    share = _tried_share(found, "layout") if "layout" in found.tried else 0.05
     sentence = "Convolutions get images whose channels do not lie side by side, and rearrange them."
     change = "model.to(memory_format=torch.channels_last), and the images too"
     return _without(found, "layout", share, sentence, change, ())
