@@ -11,7 +11,7 @@ from stoker.doctor.probe import Probe
 class Case:
     make: Callable[[bool], Probe]
     rule: str | None  # None: healthy
-    tuned: bool = True  # thresholds were chosen with it in sight
+    tuned: bool = True  # written beside the rules; False: after them, and blind
     quick: bool = False  # goes into the gate: quick, and far from any threshold
     gpu: bool = False  # needs one
     learning: bool = False  # what is wrong is what it learns
