@@ -127,6 +127,9 @@ def main() -> None:
 
     names = set(",".join(options.only or ()).split(",")) - {""}
     lessons = bool(names & {"learning", "data"})
+    unknown = names - ({"learning", "data"} if lessons else {case.name for case in CASES})
+    if unknown:
+        parser.error(f"no such case: {', '.join(sorted(unknown))}")
     results = []
     for case in LESSONS if lessons else CASES:
         if not lessons and (case.gpu != options.gpu or (names and case.name not in names)):
