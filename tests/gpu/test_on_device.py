@@ -1,12 +1,13 @@
 """What only a GPU can show: the same batches, nobody waiting, the same events for the same seed."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from stoker.data.batch import pin
+from stoker.data.batch import pin, pin_tensor
 from stoker.data.device import feed
 from stoker.data.loader import Loader, LoaderConfig
 from stoker.data.plan import MicroBatch, Plan, Position
@@ -82,3 +83,20 @@ def test_the_same_seed_gives_the_same_events_on_the_gpu() -> None:
     first, second = (simulate_events(detector, 2000, (1,)) for _ in range(2))
     for name, value in vars(first).items():
         assert np.array_equal(value, getattr(second, name)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_pinning_in_threads_of_the_loader_wakes_no_other_threads(dtype: torch.dtype) -> None:
+    batches = [(torch.arange(1 << 20) % 7).to(dtype).view(2, -1) for _ in range(4)]
+    torch.ones(1, device="cuda")
+    before = num_threads()
+    with ThreadPoolExecutor(4) as threads:
+        pinned = list(threads.map(pin_tensor, batches))
+        assert num_threads() <= before + 4
+    for batch, copy in zip(batches, pinned, strict=True):
+        assert copy.is_pinned()
+        assert torch.equal(batch, copy)
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))

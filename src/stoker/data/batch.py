@@ -9,10 +9,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stoker.errors import UserError
+
+ALONE_FROM = 1 << 15  # elements: from here on torch copies with several threads
 
 
 class Batch(Protocol):
@@ -60,7 +63,27 @@ def pin(batch: Any) -> Any:
 
 
 def pin_tensor(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_cuda else tensor.pin_memory()
+    """Copied by the calling thread alone: torch's own copy wakes a thread a core, for each thread of the loader."""
+    if tensor.is_cuda:
+        return tensor
+    plain = (
+        type(tensor) is Tensor
+        and not tensor.requires_grad
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+    if not plain or tensor.numel() < ALONE_FROM or tensor.is_pinned():
+        return tensor.pin_memory()
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    np.copyto(_bytes(pinned), _bytes(tensor))
+    return pinned
+
+
+def _bytes(tensor: Tensor) -> "np.ndarray[Any, Any]":
+    """Its memory, whatever its type: numpy does not know all of them."""
+    seen: np.ndarray[Any, Any] = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return seen
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
