@@ -64,6 +64,7 @@ class Step(Event):
     host_bytes: int = 0  # memory of this process
     step_ms: list[float] = field(default_factory=list)  # how long each of them took, by the clock of the host
     copy_s: float = 0.0  # copying their batches to the device, which overlaps with computing
+    loss_scale: float | None = None  # of fp16, at the last step
     rank_ms: list[float] = field(
         default_factory=list
     )  # of each rank, a step by its host without waiting for the others

@@ -220,7 +220,7 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 def last_good(folder: Path) -> Path | None:
     """The latest checkpoint that is not damaged; those passed over are named."""
-    for path in sorted(_all(folder), reverse=True):
+    for path in sorted(all_checkpoints(folder), reverse=True):
         problem = damage(path)
         if problem is None:
             return path
@@ -232,7 +232,7 @@ def last_good(folder: Path) -> Path | None:
 def best(folder: Path, goal: str, count: int = 1) -> list[Path]:
     """The best checkpoints by their score, the better and then the later first; a score of NaN is none."""
     scored = []
-    for path in _all(folder):
+    for path in all_checkpoints(folder):
         score = read_score(path)
         if score is not None and math.isfinite(score):
             scored.append((-score if goal == "min" else score, path))
@@ -240,8 +240,8 @@ def best(folder: Path, goal: str, count: int = 1) -> list[Path]:
 
 
 def prune(folder: Path, goal: str, keep_best: int) -> None:
-    keep = {*sorted(_all(folder))[-2:], *best(folder, goal, keep_best)}
-    for path in _all(folder):
+    keep = {*sorted(all_checkpoints(folder))[-2:], *best(folder, goal, keep_best)}
+    for path in all_checkpoints(folder):
         if path not in keep:
             # Out of sight first: nobody should find half of it.
             removed = path.with_name(f".{path.name}.removed")
@@ -369,7 +369,7 @@ def restore_random_states(states: Mapping[str, Tensor]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def _all(folder: Path) -> list[Path]:
+def all_checkpoints(folder: Path) -> list[Path]:
     return [path for path in folder.glob("step-*") if path.is_dir()]
 
 

@@ -156,6 +156,7 @@ class Engine:
                 host_bytes=host_bytes(),
                 step_ms=reading.step_ms,
                 copy_s=round(reading.copy_s, 5),
+                loss_scale=None if self.stepper.scale is None else float(self.stepper.scale.scale),
                 rank_ms=[round(one, 3) for one in parallel.gather(reading.own_ms)],
             )
         )
