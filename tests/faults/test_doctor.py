@@ -1,6 +1,7 @@
 """The doctor on planted faults: the cause is named first, with a number; a healthy loop is called healthy."""
 
 import collections
+import copy
 import faulthandler
 import json
 import os
@@ -32,6 +33,7 @@ from stoker.doctor.operations import Operations, count_flops
 from stoker.doctor.probe import trainer_probe
 from stoker.doctor.rules import RULES, diagnose, verdict
 from stoker.doctor.rules.loader import with_workers
+from stoker.doctor.trials import numbers_of_before
 from stoker.doctor.waterfall import draw, waterfall
 from stoker.errors import UserError
 from stoker.runs.events import EventLog, read_events
@@ -321,6 +323,115 @@ def test_a_watched_loop_gets_the_same_batches_and_a_verdict(capsys: pytest.Captu
     assert found.run is not None
     assert 0.5 < found.wait_s / found.run.mean < 0.95
     assert watched.findings()[0].rule == "loader"
+
+
+@pytest.mark.parametrize(
+    ("fault", "rule"),
+    [("", ""), ("nan", "answers-not-finite"), ("constant", "collapsed"), ("labels", "at-baseline"),
+     ("numbers", "at-baseline"), ("explodes", "gradients-grow"), ("detached", "gradient-none")],
+)  # fmt: skip
+def test_a_watched_model_is_looked_at(fault: str, rule: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0 if fault in ("labels", "numbers") else 0.1)
+    inputs = torch.randn(600, 128, 8)
+    labels = (inputs @ torch.randn(8, 3)).argmax(2)
+    if fault == "labels":
+        labels = labels[torch.randperm(600)]
+    if fault == "numbers":
+        labels = torch.randn(600, 128, 3)
+    watched = stoker.watch(list(zip(inputs, labels, strict=True)), model, say=False)
+    for number, (batch, wanted) in enumerate(watched):
+        optimizer.zero_grad()
+        answers = model(batch)
+        numbers = torch.nn.functional.mse_loss(answers, wanted) if fault == "numbers" else None
+        loss = torch.nn.functional.cross_entropy(answers, wanted) if numbers is None else numbers
+        if fault == "detached":
+            loss = 0.0 * loss
+        (loss * (1e5 if fault == "explodes" and number > 400 else 1)).backward()
+        if fault != "explodes" or number < 400:
+            optimizer.step()
+        with torch.no_grad():
+            if fault == "nan" and number == 300:
+                model.weight.fill_(float("nan"))
+            if fault == "constant":
+                model.weight.zero_()
+    told = [one for one in watched.findings() if one.of == "learning"]
+    assert [one.rule for one in told[:1]] == ([rule] if rule else [])
+    assert watched.measured().answers is not None
+
+
+def _unused_class(model: Any, x: Any, y: Any) -> Any:
+    return ((model(x)[:, :8] - x) ** 2).mean()
+
+
+def _mostly_ignored(model: Any, x: Any, y: Any) -> Any:
+    kept = torch.where(torch.arange(len(y)) % 30 == 0, y, -100)
+    return torch.nn.functional.cross_entropy(model(x), kept)
+
+
+def _weighted(model: Any, x: Any, y: Any) -> Any:
+    return torch.nn.functional.cross_entropy(model(x)[:, :2], (y == 0).long(), torch.tensor([1.0, 40.0]))
+
+
+def _overflow_at_first(model: Any, x: Any, y: Any) -> Any:
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    return loss * (float("inf") if _overflow_at_first.calls < 70 else 1.0)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("loss", [_unused_class, _mostly_ignored, _weighted, _overflow_at_first])
+def test_a_watched_model_that_learns_something_else_is_left_alone(loss: Any) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(700, 32, 8)
+    labels = (inputs @ torch.randn(8, 10)).argmax(2)
+    watched = stoker.watch(list(zip(inputs, labels, strict=True)), model, say=False)
+    for number, (x, y) in enumerate(watched):
+        loss.calls = number
+        value = loss(model, x, y)
+        value.backward()
+        if bool(torch.isfinite(value)):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=False)  # at the end: whoever asks later sees zeros
+        if number == 62:
+            copy.deepcopy(model)
+    assert [one for one in watched.findings() if one.of == "learning"] == []
+    assert not model._forward_hooks
+    answers = watched.measured().answers
+    assert answers is not None
+    assert len(answers.looks) == 10
+
+
+def test_a_model_that_is_watched_anew_every_epoch_keeps_its_looks() -> None:
+    model = torch.nn.Linear(4, 1)
+    for _ in range(4):
+        for number, batch in enumerate(stoker.watch([torch.ones(2, 4)] * 100, model, say=False)):
+            model(batch).sum().backward()
+            if number == 70:
+                break
+    again = stoker.watch([], model, say=False)
+    assert again._model is not None
+    found = again._model.answers()
+    assert found is not None
+    assert [one.step for one in found.looks] == [64, 128, 192, 256]
+    assert not model._forward_hooks
+    with pytest.raises(TypeError, match=r"no torch\.nn\.Module"):
+        stoker.watch([], print)  # type: ignore[arg-type]
+
+
+def test_numbers_are_read_once_while_a_trial_asks_for_it() -> None:
+    def read(value: torch.Tensor) -> tuple[float, int, bool, list[float]]:
+        return float(value), int(value.item()), bool(value), value.tolist()
+
+    with numbers_of_before() as remember:
+        assert read(torch.tensor(1.0)) == (1.0, 1, True, 1.0)
+        assert read(torch.tensor(3.0)) == (3.0, 3, True, 3.0)
+        remember()
+        assert read(torch.tensor(0.0)) == (3.0, 3, True, 3.0)
+        assert torch.tensor(7.0).item() == 7.0  # another line
+    assert read(torch.tensor(0.0)) == (0.0, 0, False, 0.0)
+    assert not {"item", "__float__"} & set(vars(torch.Tensor))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,26 +1,35 @@
 """The doctor on planted faults of learning: what keeps a loss from falling is named first; what learns is left alone."""
 
 import json
+import math
+import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 
 from stoker.cli import run as cli
 from stoker.cli.doctor import stop_if_it_cannot_learn
 from stoker.data.locations import Location
+from stoker.doctor import ledger
+from stoker.doctor.commands import Diagnosis, further
 from stoker.doctor.learning.arms import Trainer, try_rates
+from stoker.doctor.learning.facts import Arm, Learning
 from stoker.doctor.learning.labels import labels_of, with_others_labels
 from stoker.doctor.measure import measure
+from stoker.doctor.measured import Measured
 from stoker.doctor.rules import diagnose
 from stoker.errors import UserError
 from stoker.recipes.icecube.table import open_events
 
 sys.path.insert(0, str(Path(__file__).parent))
-from planted import learning
+from planted import habits, learning
 from planted.table import LESSONS
 
 SEEN = [case for case in LESSONS if case.tuned]  # the others are for benchmarks/doctor.py --learning
@@ -44,18 +53,57 @@ def test_a_planted_fault_of_learning_is_named(case: Any) -> None:
 
 
 def test_everything_is_put_back() -> None:
-    probe = learning.learns_with_dropout(True)
-    model = probe.model
-    assert model is not None
-    model.eval()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = torch.random.get_rng_state()
+    probe = habits.averaging("both")
+    model, optimizer, average = probe.model, probe.optimizer, probe.average
+    assert isinstance(model, torch.nn.Sequential)
+    assert optimizer is not None
+    assert average is not None
+    for one in (model, average.module):
+        one.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def count(module: Any, inputs: Any, answer: Any) -> None:
+        module.calls.add_(1)
+
+    model.register_forward_hook(count)
+    probe.step(next(iter(probe.loader)))
+    model[1].eval()
+    group = optimizer.param_groups[0]
+
+    def state() -> list[Any]:
+        numbers = [*model.state_dict().values(), *average.state_dict().values(), model.calls]
+        numbers += [one.grad for one in model.parameters()]
+        numbers += [value for one in optimizer.state.values() for value in one.values()]
+        draws = [torch.random.get_rng_state(), torch.from_numpy(np.random.get_state()[1].copy())]  # noqa: NPY002
+        return [*(one.detach().clone() for one in (*numbers, *draws)), random.getstate()]
+
+    before = state()
     findings(probe)
-    assert not model.training
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert all(one.grad is None for one in model.parameters())
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    for one, other in zip(state(), before, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    assert [one.training for one in model] == [True, False, True, True, True]
+    assert optimizer.param_groups[0] is group
+    assert len(model._forward_hooks) == 1
+
+
+def test_a_step_that_raises_is_named() -> None:
+    def step(batch: Any) -> None:
+        raise ValueError("no such thing")
+
+    found = measure(replace(learning.learns_classes(True), step=step), 1.0, "learning")
+    assert found.troubles == ["the step itself: ValueError: no such thing"]
+
+
+def test_a_loss_that_is_none_is_named() -> None:
+    found = measure(replace(learning.learns_classes(True), loss=lambda batch: None), 1.0, "learning")  # type: ignore[arg-type]
+    assert "must be one number" in found.troubles[0]
+
+
+def test_a_batch_without_samples_is_passed_over() -> None:
+    probe = learning.learns_classes(True)
+    empty = [torch.zeros(0, learning.COLUMNS), torch.zeros(0, dtype=torch.long)]
+    found = measure(replace(probe, loader=[empty, *probe.loader]), 1.0, "learning")
+    assert found.troubles == []
+    assert diagnose(found) == []
 
 
 def test_rates_are_compared_on_the_same_batches_and_the_range_is_extended() -> None:
@@ -136,6 +184,33 @@ def test_a_recipe_is_looked_at_before_it_trains(
     (tmp_path / "bare.py").write_text("import torch, stoker\nprobe = stoker.Probe([torch.ones(4)], print)\n")
     assert cli(["doctor", "bare:probe", "--only", "learning"]) == 2
     assert "has no loss" in capsys.readouterr().err
+
+
+def test_a_better_rate_is_verified_and_rates_are_drawn(
+    events_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    words = ["--data.path", str(events_dir), "--run.device", "cpu", "--model.width", "16", "--model.heads", "2",
+             "--loader.batch_size", "8", "--train.lr", "1e-7"]  # fmt: skip
+    arms = [Arm(rate, gain, 0.01, (1.0, 2.0, 3.0)) for rate, gain in ((1e-3, 0.1), (1e-2, 0.4), (1e-1, 0.2))]
+    bad = Arm(1.0, -math.inf, 0.0, (1.0, 2.0, 3.0), "head")
+    learnt = Learning(arms=[*arms, bad], best=arms[1], present=Arm(1e-7, 0.0, 0.01, (1.0, 2.0, 3.0)))
+    learnt.rate = learnt.configured = 1e-7
+    found = Measured(name="icecube", learning=learnt)
+    diagnosis = Diagnosis(found, diagnose(found), [])
+    assert diagnosis.findings[0].rule == "rate-low"
+    assert diagnosis.findings[0].keys == {"train.lr": "0.005"}
+    told, refused = further(
+        "icecube", words, diagnosis, tmp_path / "new.yaml", 0.5, trusted=False, picture=tmp_path / "a.svg"
+    )
+    assert refused is None
+    assert "train.lr: 1e-07 -> 0.005" in told[1]
+    assert told[2].endswith("right.")
+    assert [(one.rule, one.measured) for one in ledger.entries()] == [("rate-low", 1.0)]
+    assert "there is no folder" in str(further("icecube", [], diagnosis, tmp_path / "no" / "a", None, trusted=False)[1])
+    drawn = ElementTree.parse(tmp_path / "a.svg").getroot()
+    words_in_it = [one.text for one in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"best", "as it is", "x"} <= set(words_in_it)
 
 
 def picture(seed: int, side: int = 48) -> Any:

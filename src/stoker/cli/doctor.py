@@ -23,6 +23,7 @@ class Doctor:
     target: Positional[str | None] = None  # recipe, recipe:preset, file.yaml, module:probe, or the folder of a run
     seconds: float = 4.0  # of each measurement
     only: Literal["speed", "learning"] | None = None  # look at one of them alone
+    picture: Path | None = None  # draw the learning rates into this SVG file
     apply: Path | None = None  # write the changed configuration to this file
     verify: Flag = False  # try the first change, before and after in turns, and write down what came of it
     against: str | None = None  # another run: compare, and end with 1 where this one is slower
@@ -37,7 +38,11 @@ class Doctor:
         if self.record and self != Doctor(record=True, json=self.json):
             raise UserError("--record shows what was verified so far, and takes no other option than --json.")
         if self.against is not None and (
-            self.apply is not None or self.verify or self.only or self.seconds != Doctor.seconds
+            self.apply is not None
+            or self.picture is not None
+            or self.verify
+            or self.only
+            or self.seconds != Doctor.seconds
         ):
             raise UserError("--against compares what two runs wrote down: nothing is measured, applied or verified.")
         if self.against is None and self.slower != Doctor.slower:
@@ -61,9 +66,14 @@ class Doctor:
         from stoker.doctor import commands
 
         assert self.target is not None
+        commands.check_outputs(self.apply, self.picture)
+        if self.picture is not None and self.only == "speed":
+            raise UserError("--picture draws learning rates, and --only speed tries none.")
         found = commands.examine(self.target, overrides, self.seconds, trusted=self.trust, only=self.only)
         seconds = self.seconds if self.verify else None
-        more, refused = commands.further(self.target, overrides, found, self.apply, seconds, trusted=self.trust)
+        more, refused = commands.further(
+            self.target, overrides, found, self.apply, seconds, trusted=self.trust, picture=self.picture
+        )
         print_result({**found.as_json(), "more": more}, "\n".join([found.text(), *more]), as_json=self.json)
         if refused is not None:
             raise refused

@@ -6,7 +6,8 @@ A few samples a class are too few to see the latter.
 """
 
 # N samples, F features, K classes
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,13 @@ class Agreement:
     def is_sure(self) -> bool:
         return self.differs or bool(self.swapped)
 
+    def named(self, names: Sequence[int]) -> "Agreement":
+        """With classes by the numbers that they have elsewhere."""
+        swapped, looks_like = (
+            tuple((names[one], names[other]) for one, other in pairs) for pairs in (self.swapped, self.looks_like)
+        )
+        return replace(self, swapped=swapped, looks_like=looks_like)
+
 
 def enough(num_classes: int, *sizes: int) -> bool:
     """Samples to learn from, and of each group that is judged."""
@@ -55,9 +63,9 @@ def agreement(learn: Group, judge: Group, other: Group, num_classes: int) -> Agr
     error_seen = np.sqrt(max(seen * (1 - seen), chance) / len(unknown))
     knows = held - chance > SIGMA * error_held
     differs = held - seen > SIGMA * np.hypot(error_held, error_seen) and seen < chance + 0.5 * (held - chance)
-    swapped = _swapped(known_scores, judge.labels, unknown_scores, other.labels)
-    looks_like = _most_confused(unknown, other.labels, num_classes)
-    return Agreement(held, seen, chance, bool(knows and differs), swapped, looks_like)
+    differs = bool(knows and differs)
+    swapped = () if differs else _swapped(known_scores, judge.labels, unknown_scores, other.labels)
+    return Agreement(held, seen, chance, differs, swapped, _most_confused(unknown, other.labels, num_classes))
 
 
 def _fit(group: Group, num_classes: int) -> tuple[Floats, Floats, Floats]:

@@ -29,7 +29,9 @@ class Content:
     """A sample as it is stored, for whoever looks for the same one twice."""
 
     key: bytes = b""  # the same where samples are
-    likeness: bytes = b""  # bits that are nearly the same where samples look alike; none: nobody can tell
+    # Bits that are nearly the same where samples look alike, then as many that say which of them are more than chance, each
+    # in words of eight bytes; none: nobody can tell.
+    likeness: bytes = b""
     trouble: str = ""  # why it cannot be read
 
 

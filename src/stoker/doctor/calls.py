@@ -61,6 +61,10 @@ class Calls:
         placed = sum(call.place is not None for call in self.calls)
         return sum(self._looped().values()) / placed if placed else 0.0
 
+    @property
+    def num_looped(self) -> int:
+        return sum(self._looped().values())
+
     def _looped(self) -> dict[Place, int]:
         number: dict[Place, int] = defaultdict(int)
         for call in self.calls:

@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured once and kept: matrix products, copies, the cost of a call, the disk."""
+"""What this machine can do at most, measured once and kept: matrix products, copies, a call, the disk, decoding."""
 
 import json
 import os
@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import simplejpeg
 import torch
 
 from stoker import console
@@ -28,6 +30,7 @@ class Ceilings:
     copy: float  # bytes/s of a copy in the device's memory, read and written
     call_s: float  # of an operation that does nothing
     disk: float | None = None  # bytes/s of a file that is not in memory
+    decode: float | None = None  # images/s of one thread, JPEG of 375 by 500 pixels
     to_device: float | None = None  # bytes/s from pinned memory, on a GPU
     to_device_pageable: float | None = None
 
@@ -65,7 +68,16 @@ def _measure(device: torch.device) -> Ceilings:
     copy = 2 * len(block) / _seconds(lambda: other.copy_(block), device)
     one = torch.zeros(1, device=device)
     call = _seconds(lambda: [one.add_(0) for _ in range(200)], device) / 200
-    return Ceilings(products, copy, call, _disk(), *_to_device(device))
+    return Ceilings(products, copy, call, _disk(), _decode(), *_to_device(device))
+
+
+def _decode() -> float:
+    """Soft shapes with some noise: as many bytes as a photograph of that size has."""
+    dice = np.random.default_rng(0)
+    shapes = np.kron(dice.integers(0, 256, (15, 20, 3)), np.ones((25, 25, 1)))
+    image = np.clip(shapes + dice.normal(0, 12, shapes.shape), 0, 255).astype(np.uint8)
+    jpeg = simplejpeg.encode_jpeg(image, quality=90)
+    return 1 / _seconds(lambda: simplejpeg.decode_jpeg(jpeg), torch.device("cpu"))
 
 
 def _to_device(device: torch.device) -> tuple[float | None, float | None]:

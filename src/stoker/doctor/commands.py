@@ -3,7 +3,7 @@ each other."""
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,12 +13,16 @@ from stoker import console, settings
 from stoker.doctor import ledger
 from stoker.doctor.finding import WARNING, Finding
 from stoker.doctor.history import from_events
+from stoker.doctor.learning.arms import SURE
+from stoker.doctor.learning.picture import draw_rates
+from stoker.doctor.learning.proof import compare_learning
 from stoker.doctor.legs import Endless, timed_steps, warm_up
 from stoker.doctor.measure import measure
 from stoker.doctor.measured import Measured
 from stoker.doctor.probe import Probe, find_probe, probe_of
 from stoker.doctor.replay import replay
 from stoker.doctor.rules import diagnose, verdict
+from stoker.doctor.spikes import look_at_spikes, spike_steps
 from stoker.doctor.waterfall import Bar, draw, waterfall
 from stoker.errors import UserError
 from stoker.files import write_bytes
@@ -27,6 +31,7 @@ from stoker.launch.targets import BUILT_IN, Target, resolve_target
 from stoker.runs.events import EventLog
 from stoker.runs.folder import RunFolder, open_run
 from stoker.runs.schema import Found
+from stoker.train.run import Run
 
 SLOWER = 0.05  # of the rate, from which a run counts as slower than another
 MOST_S = 600.0  # of a measurement
@@ -103,15 +108,21 @@ def examine(
 
 
 def _replays(run: RunFolder, *, trusted: bool) -> tuple[list[Finding], list[str]]:
-    """The first bad step that the run wrote down, once more; or why that cannot be done."""
+    """The first bad step that the run wrote down and the highest spike, once more; or why that cannot be done."""
     bundles = sorted((run.path / "bad_steps").glob("step-*"))
-    if not bundles:
-        return [], []
-    try:
-        with redirect_stdout(sys.stderr):
-            return [replay(rebuild_run(run, trusted=trusted), bundles[0]).finding()], []
-    except UserError as error:
-        return [], [f"{len(bundles)} bad steps were written down, and {bundles[0].name} cannot be replayed: {error}"]
+    looks: list[tuple[str, Callable[[Run], Finding]]] = []
+    if bundles:
+        looks.append((f"the bad step {bundles[0].name}", lambda made: replay(made, bundles[0]).finding()))
+    if spike_steps(run):
+        looks.append(("a spike", lambda made: look_at_spikes(made, run)))
+    findings, notes = [], []
+    for what, look in looks:
+        try:
+            with redirect_stdout(sys.stderr):
+                findings.append(look(rebuild_run(run, trusted=trusted)))
+        except UserError as error:
+            notes.append(f"{what[0].upper()}{what[1:]} was written down, and cannot be replayed: {error}")
+    return findings, notes
 
 
 def _run_of(words: str) -> RunFolder | None:
@@ -138,24 +149,53 @@ def _opened(words: str, overrides: list[str], *, trusted: bool) -> Iterator[tupl
 
 
 def further(
-    words: str, overrides: list[str], diagnosis: Diagnosis, out: Path | None, seconds: float | None, *, trusted: bool
+    words: str,
+    overrides: list[str],
+    diagnosis: Diagnosis,
+    out: Path | None,
+    seconds: float | None,
+    *,
+    trusted: bool,
+    picture: Path | None = None,
 ) -> tuple[list[str], UserError | None]:
-    """What applying the changes to `out`, and trying them for `seconds`, came to, or why it could not be done."""
+    """What drawing, applying the changes to `out`, and trying them for `seconds` came to, or why it could not be done."""
     told: list[str] = []
     try:
+        if picture is not None:
+            told.append(draw_picture(diagnosis, picture))
         if out is not None:
             told.append(apply(words, overrides, diagnosis, out, trusted=trusted))
         if seconds is not None:
             told.append(verify(words, overrides, diagnosis, seconds, trusted=trusted))
     except UserError as error:
         return told, error
+    except OSError as error:
+        return told, UserError(f"{error.filename or out or picture} cannot be written: {error.strerror}.")
     return told, None
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Before anything is measured."""
+    for path in paths:
+        if path is not None and path.exists():
+            raise UserError(f"{path} exists, and nothing is overwritten: remove it, or name another file.")
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"{path} cannot be written: there is no folder {path.parent}.")
+
+
+def draw_picture(diagnosis: Diagnosis, out: Path) -> str:
+    """Learning rates as SVG."""
+    check_outputs(out)
+    found = diagnosis.measured.learning
+    if found is None or not found.arms:
+        raise UserError("No learning rates were tried: there is nothing to draw.")
+    write_bytes(out, draw_rates(found, diagnosis.measured.name).encode())
+    return f"{out}: learning rates"
 
 
 def apply(words: str, overrides: list[str], diagnosis: Diagnosis, out: Path, *, trusted: bool = False) -> str:
     """Writes the configuration with the changes of all findings that have some; says what differs."""
-    if out.exists():
-        raise UserError(f"{out} exists, and nothing is overwritten: remove it, or name another file.")
+    check_outputs(out)
     changes = {key: value for one in reversed(diagnosis.findings) for key, value in one.keys.items()}
     if not changes:
         raise UserError("None of the findings is a matter of configuration: there is nothing to apply.")
@@ -169,9 +209,10 @@ def apply(words: str, overrides: list[str], diagnosis: Diagnosis, out: Path, *, 
 
 
 def verify(words: str, overrides: list[str], diagnosis: Diagnosis, seconds: float, *, trusted: bool = False) -> str:
-    """The first change of configuration, before and after, turn and turn about; what came of it goes into the ledger."""
-    one = next((finding for finding in diagnosis.findings if finding.keys and finding.factor), None)
-    if one is None or one.factor is None:
+    """The first change of configuration, before and after; what came of it goes into the ledger."""
+    can_be_tried = (one for one in diagnosis.findings if one.keys and (one.factor or one.of == "learning"))
+    one = next(can_be_tried, None)
+    if one is None:
         raise UserError(
             "None of the findings can be tried: they have no change of configuration with a predicted rate."
         )
@@ -179,10 +220,20 @@ def verify(words: str, overrides: list[str], diagnosis: Diagnosis, seconds: floa
     with ExitStack() as stack:
         old, _ = stack.enter_context(_opened(words, overrides, trusted=trusted))
         new, _ = stack.enter_context(_opened(words, changed, trusted=trusted))
+        if one.factor is None:
+            return _learns_now(one, diagnosis.measured.name, *compare_learning(old, new, seconds))
         measured = compare_probes(old, new, seconds)
     entry = ledger.record(one.rule, diagnosis.measured.name, one.factor, measured)
     right = "right" if entry.right else "wrong"
     return f"{one.rule}: predicted {one.factor:.2f} x, measured {measured:.2f} x: {right} (within {ledger.RIGHT:.0%})."
+
+
+def _learns_now(one: Finding, name: str, more: float, error: float, steps: int) -> str:
+    """The ledger has 1 for a loss that falls further than before, as was promised, and 0 for one that does not."""
+    is_so = more > SURE * error
+    ledger.record(one.rule, name, 1.0, float(is_so))
+    told = f"the loss lies {more:.4g} +- {error:.2g} below that of the run as it is: {'right' if is_so else 'wrong'}."
+    return f"{one.rule}: after {steps} steps on batches that were not looked at, {told}"
 
 
 def compare_probes(old: Probe, new: Probe, seconds: float) -> float:

@@ -42,6 +42,8 @@ def from_events(run: RunFolder) -> Measured:
         third = len(rates) // 3
         found.drift = statistics.median(rates[-third:]) / max(statistics.median(rates[:third]), 1e-9) - 1
         found.grown_bytes = _growth(steps)
+    scales = [event.loss_scale for event in steps if event.loss_scale is not None]
+    found.loss_scale = scales[-1] if scales else None
     compiled = list(read_events(run.events, schema.Compilation))
     late = [event for event in compiled if event.step > 20]
     found.graphs = sum(event.graphs for event in late)

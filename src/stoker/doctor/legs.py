@@ -40,6 +40,7 @@ LEAST_STEPS, MOST_STEPS = 6, 400
 ROUNDS = 2  # in which the run and the resident step take turns
 TOGETHER_S = 0.2  # steps of so long are waited for together on a GPU: waiting for each would hold the host up
 IN_A_ROW = 4  # steps of one kind, before those of the other
+MOST_MORE = 1.25  # times the share of a traced step, that lines have of one that is not
 AT_MOST = 0.2  # of free memory, for larger batches
 NOTHING = object()  # what a loader without batches gives: a batch may be None
 
@@ -148,10 +149,14 @@ def _in_turns(probe: Probe, found: Measured, kept: Kept, source: "Endless", seco
 
 
 def seconds_of_lines(probe: Probe, kept: Kept, places: dict[Place, str], seconds: float) -> dict[str, float]:
-    """Of a step, by kind of line. All else in that step is slower than it was, since it is traced."""
+    """Of a step, by kind of line."""
     with timed_lines(places) as spent:
-        steps = len(repeated(probe, kept.resident, seconds))
-    return {kind: some / steps for kind, some in spent.items()}
+        steps = repeated(probe, kept.resident, seconds)
+    # All else in that step is slower than it was, since it is traced: what lines take of it is too little, of a step that
+    # is not traced too much where the machine was slower just now.
+    before = repeated(probe, kept.resident, seconds / 4)
+    plain = sum(before) / len(before)
+    return {kind: min(some / len(steps), MOST_MORE * some / sum(steps) * plain) for kind, some in spent.items()}
 
 
 def _waits_and_gaps(waits: list[float], gaps: list[float], steps: int, *, in_between: bool) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from stoker import console
 from stoker.doctor import legs, trials
 from stoker.doctor.calls import calls_of
 from stoker.doctor.ceilings import ceilings
+from stoker.doctor.learning.habits import restored_rate
 from stoker.doctor.learning.measure import look
 from stoker.doctor.loaders import describe, split_of
 from stoker.doctor.measured import Measured
@@ -59,7 +60,9 @@ def measure(probe: Probe, seconds: float = 4.0, only: str | None = None) -> Meas
     if only == "learning":
         parts = []
     if only != "speed" and probe.loss is not None and isinstance(probe.model, nn.Module):
-        parts.append(("what is learnt", lambda: _learning(probe, found, seconds)))
+        # Before any step of ours: afterwards nobody can tell whose steps they were.
+        restored = None if probe.settings else restored_rate(probe.optimizer)
+        parts.append(("what is learnt", lambda: _learning(probe, found, seconds, restored)))
     with console.progress("measure", len(parts), "legs") as bar:
         for name, part in parts:
             _try(found, name, part)
@@ -70,6 +73,8 @@ def measure(probe: Probe, seconds: float = 4.0, only: str | None = None) -> Meas
 
 def _split(probe: Probe, found: Measured, kept: legs.Kept) -> None:
     found.split = split_of(probe, kept.given[:2])
+    if found.loader.kind == "stoker" and "data.processes" in probe.settings:
+        found.decode_rate = ceilings(probe.device).decode
 
 
 def _operations(probe: Probe, found: Measured, kept: legs.Kept) -> None:
@@ -84,7 +89,8 @@ def _calls(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> No
     found.calls = calls_of(probe.step, kept.resident[0], probe.device)
     if found.calls.syncs:
         # Not the backward pass: who waits in it is the operation that it goes back through.
-        places = {place: "sync" for place in found.calls.syncs if ".backward(" not in linecache.getline(*place)}
+        readers = set(found.calls.syncs) - found.calls.uncompiled
+        places = {place: "sync" for place in readers if ".backward(" not in linecache.getline(*place)}
         found.sync_s = legs.seconds_of_lines(probe, kept, places, seconds).get("sync", 0.0)
 
 
@@ -102,18 +108,26 @@ def _floor(probe: Probe, found: Measured, kept: legs.Kept) -> None:
         found.floor_s = flops / (max(best[name], best["bf16"]) if probe.device.type == "cuda" else best[name])
 
 
-def _learning(probe: Probe, found: Measured, seconds: float) -> None:
+def _learning(probe: Probe, found: Measured, seconds: float, restored: tuple[float, float] | None) -> None:
     found.learning = look(probe, LEARNING * seconds)
+    found.learning.restored = restored
+    if found.learning.trouble:
+        found.troubles.append(found.learning.trouble)
     if found.learning.skipped:
         found.troubles.append(f"what is learnt: {found.learning.skipped}")
 
 
 def _tried(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
-    """Whatever the rules would change, where that can be done here and now: then the prediction is what it came to."""
-    for one in diagnose(found):
-        trial = trials.TRIALS.get(one.rule)
-        if trial is not None:
-            _try(found, f"the change of {one.rule}", lambda trial=trial: trial(probe, found, kept, seconds / 2))  # type: ignore[misc]
+    """Whatever the rules would change, where that can be done here and now: then the prediction is what it came to.
+
+    A change that was tried in vain may leave room for another cause: they are asked again.
+    """
+    asked: set[str] = set()
+    while coming := [one.rule for one in diagnose(found) if one.rule in trials.TRIALS and one.rule not in asked]:
+        for rule in coming:
+            trial = trials.TRIALS[rule]
+            asked.add(rule)
+            _try(found, f"the change of {rule}", lambda trial=trial: trial(probe, found, kept, seconds / 2))  # type: ignore[misc]
 
 
 def _try(found: Measured, name: str, leg: Callable[[], None]) -> None:

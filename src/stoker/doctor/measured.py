@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from stoker.doctor.answers import Answers
 from stoker.doctor.calls import Calls
 from stoker.doctor.learning.facts import Learning
 from stoker.doctor.lines import Lines
@@ -77,8 +78,11 @@ class Measured:
     evaluation_share: float = 0.0  # of the wall clock, of a run's events
     checkpoint_share: float = 0.0
     drift: float = 0.0  # rate of the last third of a run over that of the first, less one
+    decode_rate: float | None = None  # images/s that one thread can decode, of a recipe of images
+    loss_scale: float | None = None  # of float16, at the end of a run
     slow_rank: tuple[int, float] | None = None  # its number, and how much longer it takes than the median
     learning: Learning | None = None
+    answers: Answers | None = None  # of a watched model
     tried: dict[str, float] = field(default_factory=dict)  # seconds of a step with the change of a rule, where tried
     troubles: list[str] = field(default_factory=list)
     seconds: float = 0.0  # that measuring took

@@ -47,6 +47,8 @@ class Probe:
     loss: Callable[[Any], Tensor] | None = None  # of a batch, to learn from; without it nothing is said of learning
     optimizer: torch.optim.Optimizer | None = None  # that `step` uses: its kind and its rate are looked at
     validation: Iterable[Any] | None = None  # batches that must not be among those of `loader`
+    average: nn.Module | None = None  # averaged weights that `step` updates
+    evaluate: Callable[[], Any] | None = None  # judges as the loop does; which weights it calls is looked at
     know_nothing: float | None = None  # the loss of a model that has learnt nothing
     make_optimizer: Callable[[float], torch.optim.Optimizer] | None = None  # of a recipe, by its rate
     data: RunData | None = None  # of a recipe: where its samples come from
@@ -61,8 +63,9 @@ class Probe:
     def rate(self) -> float | None:
         if self.optimizer is None:
             return None
-        group = self.optimizer.param_groups[0]
-        return float(group.get("initial_lr", group["lr"]))  # what a schedule of torch begins with
+        # What a schedule of torch begins with. Groups with rates of their own have none that could be tried for all.
+        rates = {float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups}
+        return max(rates) if len(rates) == 1 or self.make_optimizer is not None else None
 
     def new_optimizer(self, parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
         """One of the kind that the loop uses, with nothing learnt."""

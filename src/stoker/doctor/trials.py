@@ -5,6 +5,8 @@ A change that cannot be made here, such as a loop written anew, has no trial: it
 """
 
 import gc
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +27,8 @@ from stoker.doctor.measured import Measured
 from stoker.doctor.probe import Probe
 from stoker.doctor.rules.loader import best_workers
 from stoker.doctor.rules.step import better_times
+
+READS = ("item", "tolist", "__float__", "__int__", "__bool__")  # of a tensor, for which the host waits
 
 Trial = Callable[[Probe, Measured, legs.Kept, float], None]
 
@@ -100,7 +104,7 @@ def narrower_floats(probe: Probe, found: Measured, kept: legs.Kept, seconds: flo
     if found.wide_floats and probe.model is not None:
         before = np.median(legs.repeated(probe, kept.resident, seconds / 2))
         batches = map_tensors(kept.resident, _single)
-        with _in_single(probe.model):
+        with _changed(probe.model, _single):
             legs.warm_up(probe, batches[0])
             after = np.median(legs.repeated(probe, batches, seconds / 2))
         _note(found, "precision", float(after / before))
@@ -120,8 +124,8 @@ def _single(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _in_single(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model and what its optimizers keep are float32; then they are what they were."""
+def _changed(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Inside the block the model and what its optimizers keep are changed; then they are what they were."""
     tensors = [*model.parameters(), *model.buffers()]
     values = [tensor.data for tensor in tensors]
     states = [
@@ -132,9 +136,9 @@ def _in_single(model: nn.Module) -> Iterator[None]:
     ]
     try:
         for tensor, value in zip(tensors, values, strict=True):
-            tensor.grad, tensor.data = None, _single(value)
+            tensor.grad, tensor.data = None, change(value)
         for state, kept in states:
-            state.update({name: _single(value) for name, value in kept.items() if torch.is_tensor(value)})
+            state.update({name: change(value) for name, value in kept.items() if torch.is_tensor(value)})
         yield
     finally:
         for tensor, value in zip(tensors, values, strict=True):
@@ -154,18 +158,54 @@ def channels_last(probe: Probe, found: Measured, kept: legs.Kept, seconds: float
     assert probe.model is not None
     assert found.resident is not None
     batches = map_tensors(kept.resident, _channels_last)
-    weights = [one for one in probe.model.parameters() if one.ndim == 4]
-    was_last = any(not one.is_contiguous() and one.is_contiguous(memory_format=torch.channels_last) for one in weights)
-    probe.model.to(memory_format=torch.channels_last)
-    try:
+    with _changed(probe.model, _channels_last):
         legs.warm_up(probe, batches[0])
         _note(found, "layout", float(np.mean(legs.repeated(probe, batches, seconds))) / found.resident.mean)
-    finally:
-        probe.model.to(memory_format=torch.channels_last if was_last else torch.contiguous_format)
 
 
 def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+
+
+def without_reading(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
+    """Numbers that a step reads are those that the same line read before: nobody waits for them."""
+    before = np.mean(legs.repeated(probe, kept.resident, seconds / 2))
+    with numbers_of_before() as remember:
+        probe.step(kept.resident[0])
+        remember()
+        legs.warm_up(probe, kept.resident[0])
+        after = np.mean(legs.repeated(probe, kept.resident, seconds / 2))
+    _note(found, "sync", float(after / before))
+
+
+@contextmanager
+def numbers_of_before() -> Iterator[Callable[[], None]]:
+    """Reading a tensor's number gives, once `remember` was called, what the same line was given before that."""
+    known: dict[tuple[str, str, int], Any] = {}
+    is_over = threading.Event()
+
+    def reading(name: str, original: Any) -> Any:
+        def read(tensor: torch.Tensor) -> Any:
+            frame = sys._getframe(1)
+            place = name, frame.f_code.co_filename, frame.f_lineno
+            if not (is_over.is_set() and place in known):
+                known[place] = original(tensor)
+            return known[place]
+
+        return read
+
+    had = {name: name in vars(torch.Tensor) for name in READS}
+    originals = {name: getattr(torch.Tensor, name) for name in READS}
+    for name, original in originals.items():
+        setattr(torch.Tensor, name, reading(name, original))
+    try:
+        yield is_over.set
+    finally:
+        for name, original in originals.items():
+            if had[name]:
+                setattr(torch.Tensor, name, original)
+            else:
+                delattr(torch.Tensor, name)
 
 
 def plain_collate(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
@@ -206,5 +246,6 @@ TRIALS: dict[str, Trial] = {
     "padding": without_padding,
     "precision": narrower_floats,
     "layout": channels_last,
+    "sync": without_reading,
     "collate": plain_collate,
 }

@@ -7,9 +7,12 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import psutil
+from torch import nn
 
+from stoker.doctor.answers import watch_of
 from stoker.doctor.finding import Finding
 from stoker.doctor.loaders import describe
 from stoker.doctor.looks import growth
@@ -24,18 +27,19 @@ KEPT = 1 << 16  # steps that are remembered
 class Watch:
     """Wraps a loader; everything else of it is its own. `findings()` at any time, and on SIGUSR2 they are printed."""
 
-    def __init__(self, loader: Iterable[Any], *, say: bool = True) -> None:
+    def __init__(self, loader: Iterable[Any], model: nn.Module | None = None, *, say: bool = True) -> None:
         self._loader, self._say = loader, say
+        self._model = None if model is None else watch_of(model)
         self._waits: list[float] = []
         self._steps: list[float] = []
         self._gaps: list[float] = []
         self._memory: list[int] = []
         self._samples, self._process = 0, psutil.Process()
+        _LIVE.add(self)
         if threading.current_thread() is threading.main_thread():
             with suppress(ValueError, OSError):
-                if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
-                    raise ValueError("somebody else's")
-                signal.signal(signal.SIGUSR2, lambda number, frame: self._tell())
+                if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:  # else it is somebody else's, or ours already
+                    signal.signal(signal.SIGUSR2, _tell_all)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -57,13 +61,20 @@ class Watch:
                 if first:
                     self._gaps.append(got - asked)
                     self._samples = self._samples or _size(batch)
+                if self._model is not None:
+                    self._model.before()
+                    got = clock()
                 yield batch
                 now = clock()
                 self._note(0.0 if first else got - asked, now - got)
-                first, asked, got = False, now, 0.0
+                if self._model is not None:
+                    self._model.after(batch)
+                first, asked, got = False, clock(), 0.0
         finally:  # a loop that was left, or that knows the number of its batches, does not ask for one more
             if got:
                 self._note(0.0 if first else got - asked, clock() - got)
+                if self._model is not None:
+                    self._model.after(batch)
             if self._say:
                 self._tell()
 
@@ -80,6 +91,7 @@ class Watch:
             found.troubles.append("the loop has not made a step yet")
             return found
         count = len(self._steps)
+        found.answers = None if self._model is None else self._model.answers()
         gaps = self._gaps[1:]  # the first epoch begins with everything else that begins
         found.run = Leg(tuple(wait + step for wait, step in zip(self._waits, self._steps, strict=True)))
         found.gap_s = sum(gaps) / count
@@ -105,9 +117,21 @@ class Watch:
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def watch(loader: Iterable[Any], *, say: bool = True) -> Watch:
-    """The same batches, and at the end of the loop what they cost and what could be gained."""
-    return Watch(loader, say=say)
+_LIVE: "WeakSet[Watch]" = WeakSet()
+
+
+def _tell_all(number: int, frame: Any) -> None:
+    for one in list(_LIVE):
+        one._tell()
+
+
+def watch(loader: Iterable[Any], model: nn.Module | None = None, *, say: bool = True) -> Watch:
+    """The same batches, and at the end of the loop what they cost and what could be gained.
+
+    With the model also whether its answers are finite, differ, and are better than those of who knows nothing: every 64th
+    step is looked at.
+    """
+    return Watch(loader, model, say=say)
 
 
 def _size(batch: Any) -> int:

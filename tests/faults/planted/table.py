@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planted import later, learning, learning_later, loops, on_gpu, seed
+from planted import habits, later, learning, learning_later, learning_unseen, loops, on_gpu, seed
 from stoker.doctor.probe import Probe
 
 
@@ -107,6 +107,23 @@ LESSONS = tuple(
         (learning.added_up, "accumulation"),
         (learning.clipped_short, "clipped"),
         (learning.cosine_of_one, "not-finite"),
+        (habits.mixes_with_one_label, "mixed-labels"),
+        (habits.averages_for_nothing, "average-unused"),
+        (habits.never_averages, "average-unused"),
+        (habits.old_rate_comes_back, "rate-restored"),
+        (habits.too_large_for_half, "not-finite"),
+        (habits.mixes_both_labels, None),
+        (habits.lends_its_average, None),
+        (habits.goes_on_with_its_schedule, None),
+        (habits.rare_in_training_only, None),
+        (habits.accumulates_sixteen, None),
+        (habits.few_long_sequences, None),
+        (habits.sets_its_rate_by_hand, None),
+        (habits.rates_of_their_own, None),
+        (habits.masks_that_are_all_alike, None),
+        (habits.drops_sparse_inputs, None),
+        (habits.judges_what_is_inside, None),
+        (habits.few_classes_a_batch, None),
         (learning.accumulates_well, None),
         (learning.clips_now_and_then, None),
         (learning.learns_classes, None),
@@ -118,4 +135,6 @@ LESSONS = tuple(
         (learning.learns_from_zero, None),
         (learning.learns_words, None),
     )
-) + tuple(Case(make, rule, tuned=False, learning=True) for make, rule in learning_later.CASES)
+) + tuple(
+    Case(make, rule, tuned=False, learning=True) for make, rule in (*learning_later.CASES, *learning_unseen.CASES)
+)

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from stoker.doctor.learning.facts import Arm
+from stoker.doctor.learning.kept import chance_kept, model_kept
 
 RATES = tuple(10.0**power for power in np.arange(-5, -0.9, 0.5))
 MORE = 4  # times that the range is extended, by half a power of ten each
 SURE = 2.0  # errors
 ONE_BATCH_STEPS = 80
+LEARNT = 0.5  # of its loss that is left of one batch that was learnt
+SPREAD = 0.05  # of the size of answers, by which they must differ
 
 Loss = Callable[[Any], Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
@@ -34,14 +37,8 @@ class Trainer:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        devices = sorted({one.device.index or 0 for one in self.model.parameters() if one.is_cuda})
-        try:
-            with torch.random.fork_rng(devices=devices):
-                yield
-        finally:
-            self.model.load_state_dict(self._kept)
-            for parameter in self.model.parameters():
-                parameter.grad = None
+        with chance_kept(self.model), model_kept(self.model):
+            yield
 
     def losses(self, batches: Sequence[Any], rate: float | None) -> tuple[list[float], list[float], str | None]:
         """Loss of each batch before it is learnt from, gradient norms, and the first layer that is not finite."""
@@ -56,9 +53,9 @@ class Trainer:
                 parameter.grad = None
             if optimizer is None:
                 with torch.no_grad():
-                    losses.append(float(self._loss(batch)))
+                    losses.append(float(_checked(self._loss(batch))))
                 continue
-            loss = self._loss(batch)
+            loss = _checked(self._loss(batch))
             losses.append(float(loss.detach()))
             loss.backward()  # type: ignore[no-untyped-call]
             norms.append(_norm(learnt))
@@ -66,6 +63,13 @@ class Trainer:
                 return losses, norms, _first_bad(self.model)
             optimizer.step()
         return losses, norms, None
+
+
+def _checked(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of {loss.numel():,} numbers" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(f"the loss of a batch must be one number, a tensor; the probe's loss gives {what}")
+    return loss
 
 
 def _norm(parameters: Sequence[nn.Parameter]) -> float:
@@ -104,15 +108,19 @@ def try_rates(
 
 def _arm(trainer: Trainer, batches: Sequence[Any], still: Sequence[float], rate: float) -> Arm:
     losses, norms, bad = trainer.losses(batches, rate)
-    gain, error = (-math.inf, 0.0) if bad else _mean(np.array(still) - np.array(losses))
+    gain, error = (-math.inf, 0.0) if bad else later_mean(np.array(still) - np.array(losses))
     half, most, top = (float(np.quantile(norms, share)) for share in (0.5, 0.99, 1.0)) if norms else (0.0, 0.0, 0.0)
     return Arm(rate, gain, error, (half, most, top), bad)
 
 
-def _mean(differences: "np.ndarray[Any, Any]") -> tuple[float, float]:
+def later_mean(differences: "np.ndarray[Any, Any]") -> tuple[float, float]:
     """Of the later half: the first batches come before anything was learnt."""
     late = differences[len(differences) // 2 :]
-    return float(late.mean()), float(late.std(ddof=1) / math.sqrt(len(late))) if len(late) > 1 else math.inf
+    if len(late) < 2:
+        return float(late.mean()), math.inf
+    # Of few batches the spread itself is uncertain: as much as Student's distribution is wider than the normal one.
+    wider = 1 + 2.5 / (len(late) - 1)
+    return float(late.mean()), wider * float(late.std(ddof=1) / math.sqrt(len(late)))
 
 
 def _best(arms: Sequence[Arm]) -> Arm | None:
@@ -131,14 +139,23 @@ def beyond_others_labels(
         if bad:
             return 0.0, math.inf
         gains.append(np.array(still) - np.array(losses))
-    return _mean(gains[0] - gains[1])
+    return later_mean(gains[0] - gains[1])
 
 
-def learn_one_batch(trainer: Trainer, batch: Any, rate: float) -> tuple[float, float, int]:
-    """Its loss before and after; the better of two rates."""
-    found = []
-    for one in (rate, rate / 10):
-        losses, _, bad = trainer.losses([batch] * ONE_BATCH_STEPS, one)
-        found.append((losses[0], math.inf if bad else min(losses[-5:])))
-    before, after = min(found, key=lambda pair: pair[1])
-    return before, after, ONE_BATCH_STEPS
+def learn_one_batch(
+    trainer: Trainer, batch: Any, rates: Sequence[float], spread: Callable[[], float | None]
+) -> tuple[tuple[float, float, int], float | None]:
+    """Its loss before and after, and how much answers differ then; at the first rate that learns it, or else at the best."""
+    found: list[tuple[float, float, float | None]] = []
+    for rate in rates:
+        losses, _, bad = trainer.losses([batch] * ONE_BATCH_STEPS, rate)
+        found.append((losses[0], math.inf if bad else min(losses[-5:]), spread()))
+        if is_learnt(*found[-1]):
+            break
+    before, after, answers = found[-1] if is_learnt(*found[-1]) else min(found, key=lambda one: one[1])
+    return (before, after, ONE_BATCH_STEPS), answers
+
+
+def is_learnt(before: float, after: float, answers: float | None) -> bool:
+    """Half of the loss of one batch can be learnt by heart; or its samples get different answers, given the time."""
+    return after < before - LEARNT * abs(before) or (answers is not None and answers > SPREAD)

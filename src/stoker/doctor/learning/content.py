@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from stoker.data.source import Content, RunData
 MOST = 60_000  # samples of each of the two groups
 AT_ONCE = 512
 ALIKE = 0.03  # of the bits of two pictures, at most, that differ where they are one
-BLOCK = 256  # pictures that are compared with all others at once
+LEAST_BITS = 96  # that must tell something of either of two pictures
+BLOCK = 64  # pictures that are compared with all others at once
 
 
 @dataclass
@@ -59,45 +61,53 @@ def contents_of(data: RunData, seconds: float) -> Contents:
 def _read(data: RunData, subset: Subset, seconds: float) -> _Group:
     assert data.contents is not None
     size = min(len(subset), MOST)
-    positions = np.random.default_rng(0).permutation(len(subset))[:size]
-    rows, begin = subset.rows(positions), time.perf_counter()
+    # Stretches of neighbours, all over the set: files are read in pieces.
+    starts = np.random.default_rng(0).permutation(-(-len(subset) // AT_ONCE))[: -(-size // AT_ONCE)] * AT_ONCE
+    rows: list[Indices] = []
     found: list[Content] = []
+    begin = time.perf_counter()
     with console.progress("look at samples", size, "samples") as bar:
-        for start in range(0, size, AT_ONCE):
-            some = np.sort(rows[start : start + AT_ONCE])  # as they are stored
-            rows[start : start + AT_ONCE] = some
+        for start in starts.tolist():
+            some = np.sort(subset.rows(np.arange(start, min(start + AT_ONCE, len(subset)))))
+            rows.append(some)
             found += data.contents(some)
             bar.advance(len(some))
             if time.perf_counter() - begin > seconds:
                 break
-    return _Group(rows[: len(found)], found)
+    return _Group(np.concatenate([np.zeros(0, np.int64), *rows]), found)
 
 
 def _alike(training: _Group, validation: _Group) -> Iterator[tuple[int, int]]:
     """Validation samples that look like one of training, and that one."""
-    known, known_rows = _bits(training)
-    asked, asked_rows = _bits(validation)
-    if not len(known) or not len(asked):
+    known, asked = _bits(training), _bits(validation)
+    if known is None or asked is None:
         return
-    most = ALIKE * 8 * known.dtype.itemsize * known.shape[1]
-    for start in range(0, len(asked), BLOCK):
-        block = asked[start : start + BLOCK]
-        differ = np.zeros((len(block), len(known)), np.int16)
-        for column in range(known.shape[1]):
-            differ += np.bitwise_count(block[:, column, None] ^ known[None, :, column])
-        nearest = differ.argmin(1)
-        for number in np.flatnonzero(differ[np.arange(len(block)), nearest] <= most).tolist():
-            yield int(asked_rows[start + number]), int(known_rows[nearest[number]])
+    for start in range(0, len(asked.rows), BLOCK):
+        bits, told = asked.bits[start : start + BLOCK], asked.told[start : start + BLOCK]
+        differ, of = (np.zeros((len(bits), len(known.rows)), np.int16) for _ in range(2))
+        for word in range(bits.shape[1]):
+            either = told[:, word, None] | known.told[None, :, word]
+            differ += np.bitwise_count((bits[:, word, None] ^ known.bits[None, :, word]) & either)
+            of += np.bitwise_count(either)
+        share = np.where(of >= LEAST_BITS, differ / np.maximum(of, 1), 1.0)
+        nearest = share.argmin(1)
+        for number in np.flatnonzero(share[np.arange(len(bits)), nearest] <= ALIKE).tolist():
+            yield int(asked.rows[start + number]), int(known.rows[nearest[number]])
 
 
-def _bits(group: _Group) -> tuple["np.ndarray[tuple[int, int], np.dtype[np.uint64]]", Indices]:
-    """(samples, words) of those that have any, and their rows."""
+@dataclass(frozen=True)
+class _Bits:
+    rows: Indices
+    bits: "np.ndarray[Any, np.dtype[np.uint64]]"  # (samples, words)
+    told: "np.ndarray[Any, np.dtype[np.uint64]]"  # of them, those that are not chance
+
+
+def _bits(group: _Group) -> _Bits | None:
     pairs = [(one.likeness, row) for one, row in zip(group.found, group.rows.tolist(), strict=True) if one.likeness]
     if not pairs:
-        return np.zeros((0, 1), np.uint64), np.zeros(0, np.int64)
-    size = len(pairs[0][0]) // 8 * 8
-    words = np.frombuffer(b"".join(likeness[:size] for likeness, _ in pairs), np.uint64).reshape(len(pairs), -1)
-    return words, np.array([row for _, row in pairs])
+        return None
+    words = np.frombuffer(b"".join(likeness for likeness, _ in pairs), np.uint64).reshape(len(pairs), 2, -1)
+    return _Bits(np.array([row for _, row in pairs]), words[:, 0], words[:, 1])
 
 
 def _name(data: RunData, row: int) -> str:

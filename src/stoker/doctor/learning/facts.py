@@ -76,6 +76,14 @@ class NotFinite:
     backward: bool
 
 
+@dataclass(frozen=True)
+class Mixed:
+    """Samples that a step mixes before the model sees them."""
+
+    share: float  # of a sample itself, in the middle
+    both_count: bool  # the label of the other one changes what is learnt
+
+
 @dataclass
 class Learning:
     features: list[Feature] = field(default_factory=list)
@@ -86,6 +94,7 @@ class Learning:
     present: Arm | None = None  # with the rate of the run itself
     with_others_labels: tuple[float, float] | None = None  # gain beyond that with labels of other samples, its error
     rate: float | None = None  # of the run itself
+    configured: float | None = None  # what a recipe's configuration calls that rate: it may be stated for another batch
     one_batch: tuple[float, float, int] | None = None  # loss of one batch before and after so many steps on it
     answers: float | None = None  # spread of the answers over samples, relative to their size, after that
     loss: float | None = None  # with the weights as they were
@@ -99,10 +108,14 @@ class Learning:
     agreement: Agreement | None = None  # of validation labels with training labels; None: not looked
     contents: Contents | None = None  # of a recipe's samples; None: not looked
     updates: Updates | None = None  # None: not looked
+    mixed: Mixed | None = None  # None: samples reach the model as they are, or nobody can tell
+    average: str | None = None  # averaged weights are used, unused, unchanged; None: unknown
+    restored: tuple[float, float] | None = None  # rates: that of the optimizer when it was made, and of its checkpoint
     not_finite: NotFinite | None = None
     bad_batches: bool = False  # what was read is not finite already
     in_validation: int | None = None  # of them that are also in validation; None: not looked
     skipped: str = ""  # why rates were not tried
+    trouble: str = ""  # what the step of the loop raised
     seconds: float = 0.0
 
     def row_of_rates(self) -> list[tuple[str, ...]]:

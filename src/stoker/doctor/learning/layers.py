@@ -13,6 +13,7 @@ from stoker.doctor.learning.labels import labels_of
 PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LSTM, nn.GRU, nn.RNN)
 KINDS = 20  # of whole numbers, from which a column looks like a number that somebody gave
 MOST_FEATURES = 4096
+LEAST = 32  # samples that a correlation is told of
 MOST_PLACES = 512  # of a sample, at which the target is looked for
 
 
@@ -62,14 +63,21 @@ def _with_target(values: Tensor, batches: Sequence[Any]) -> list[float]:
         return nothing
     target = torch.cat([one.reshape(len(one), -1)[:, 0].double().cpu() for one in targets if one is not None])
     places, rest = divmod(len(values), len(target))
-    if rest or not places or places > MOST_PLACES or not bool(torch.isfinite(target).all()):
+    if rest or not places or places > MOST_PLACES or not bool(torch.isfinite(target).all()) or len(target) < LEAST:
         return nothing
-    columns = values.double().reshape(len(target), places, -1)
-    columns, target = columns - columns.mean(0), target - target.mean()
-    size = columns.square().sum(0).sqrt() * target.norm()
-    found = ((columns * target[:, None, None]).sum(0) / size).nan_to_num(0.0, 0.0, 0.0)
-    best = found.abs().argmax(0, keepdim=True)
-    return [float(one) for one in found.gather(0, best)[0]]
+    target = target - target.mean()
+    return [_best_correlation(one.reshape(len(target), places).double(), target) for one in values.T]
+
+
+def _best_correlation(column: Tensor, target: Tensor) -> float:
+    """Over the places of one column; not where next to all samples have the same value, which a single one could decide."""
+    column = column[:, (column != column.median(0).values).sum(0) >= LEAST / 2]
+    if not column.shape[1]:
+        return 0.0
+    column = column - column.mean(0)
+    found = (column * target[:, None]).sum(0) / (column.norm(dim=0) * target.norm())
+    found = found.nan_to_num(0.0, 0.0, 0.0)
+    return float(found[found.abs().argmax()])
 
 
 def _feature(number: int, column: Tensor, with_target: float, of_pixels: bool) -> Feature:

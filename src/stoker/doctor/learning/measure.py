@@ -1,5 +1,6 @@
 """All that is looked at before a model learns for long: a minute at most, and everything is put back."""
 
+import contextlib
 import re
 import time
 from collections.abc import Callable
@@ -8,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, WeightedRandomSampler
 
-from stoker.data.batch import num_bytes, tensors_in
+from stoker.data.batch import num_bytes, tensor_bytes, tensors_in
 from stoker.doctor.learning.arms import (
     ONE_BATCH_STEPS,
     RATES,
@@ -20,7 +22,9 @@ from stoker.doctor.learning.arms import (
 )
 from stoker.doctor.learning.content import contents_of
 from stoker.doctor.learning.facts import Learning
-from stoker.doctor.learning.labels import with_others_labels
+from stoker.doctor.learning.habits import average_of, mixing_of
+from stoker.doctor.learning.kept import chance_kept, model_kept
+from stoker.doctor.learning.labels import labels_of, with_others_labels
 from stoker.doctor.learning.layers import features, inputs_of_products, layers_of
 from stoker.doctor.learning.meaning import agreement_of
 from stoker.doctor.learning.not_finite import first_not_finite
@@ -42,45 +46,86 @@ OUT_OF_RANGE = re.compile(r"[Tt]arget .*out of bounds|class .*out of range|[Aa]s
 
 def look(probe: Probe, seconds: float) -> Learning:
     """Needs a probe with a loss and a model; `seconds` is what learning rates may take."""
+    assert isinstance(probe.model, nn.Module)
+    with chance_kept(probe.model), model_kept(probe.model):
+        return _look(probe, seconds)
+
+
+def _look(probe: Probe, seconds: float) -> Learning:
     assert probe.loss is not None
     assert isinstance(probe.model, nn.Module)
     begin, found = time.perf_counter(), Learning(know_nothing=probe.know_nothing, rate=probe.rate)
+    found.configured = probe.settings.get("train.lr")
     batches = _some_batches(probe)
+    if not batches:
+        raise ValueError("the loader gives no batch with a sample in it")
     look_at_samples(found, batches, probe.validation)
-    read = [one for batch in batches for one in tensors_in(batch) if one.is_floating_point()]
-    found.bad_batches = any(not bool(torch.isfinite(one).all()) for one in read)
+    _leave_out_what_is_meant(found, probe.loader)
+    found.bad_batches = any(not bool(torch.isfinite(one).all()) for batch in batches for one in _inputs_of(batch))
     if probe.data is not None and probe.data.contents is not None:
         found.contents = contents_of(probe.data, max(seconds, CONTENT_S))
     if probe.validation is not None:
         found.agreement = agreement_of(batches, probe.validation, MOST_BATCHES)
-    was_training = probe.model.training
-    probe.model.train()
+    if not probe.model.training:  # else parts of it that are not are meant to be so
+        probe.model.train()
     trainer = Trainer(probe.model, probe.loss, probe.new_optimizer)
     try:
         with trainer.put_back():
             each = _seconds_of_a_step(trainer, batches)
+            trainer.losses(batches[:1], None)  # with the weights as they were
             found.not_finite = first_not_finite(probe.loss, probe.model, batches[: _at_most(MOST_ARMS, each, seconds)])
             _learn(probe, trainer, found, batches, each, seconds)
             trainer.losses(batches[:1], None)
-            found.updates = updates_of(probe, batches)
+            if not found.skipped and not probe.settings:
+                _look_at_the_loop(probe, trainer, found, batches, seconds)
     except (IndexError, RuntimeError) as error:
         if OUT_OF_RANGE.search(str(error)) is None:
             raise
         found.label_error = " ".join(str(error).split())[:200]
-    finally:
-        probe.model.train(was_training)
     found.seconds = time.perf_counter() - begin
     return found
+
+
+def _look_at_the_loop(probe: Probe, trainer: Trainer, found: Learning, batches: list[Any], seconds: float) -> None:
+    """Somebody's step may do anything, and all else is known by now: what it raises is told."""
+    average = contextlib.nullcontext() if probe.average is None else model_kept(probe.average)
+    with average:
+        trainer.losses(batches[:1], None)  # with the weights as they were
+        try:
+            found.updates = updates_of(probe, batches, seconds)
+            trainer.losses(batches[:1], None)
+            found.mixed = mixing_of(probe, batches[0])
+            found.average = average_of(probe, batches, seconds)
+        except Exception as error:
+            found.trouble = f"the step itself: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _leave_out_what_is_meant(found: Learning, loader: Any) -> None:
+    """Who draws samples by weight, or puts batches together in a way of their own, wants what that does."""
+    if not isinstance(loader, DataLoader):
+        return
+    is_own = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
+    if is_own or isinstance(loader.sampler, WeightedRandomSampler):
+        found.order, found.twice = None, 0
 
 
 def _some_batches(probe: Probe) -> list[Any]:
     """A few dozen, unless they are large."""
     batches: list[Any] = []
     for batch in islice(probe.loader, MOST_BATCHES):
+        if probe.samples_of(batch) == 0:
+            continue
         batches.append(on_device(batch, probe))
         if len(batches) >= LEAST_ARMS and len(batches) * _bytes_of(batch) > MOST_BYTES:
             break
     return batches
+
+
+def _inputs_of(batch: Any) -> list[Tensor]:
+    """The largest of its numbers: masks may be infinite, and targets missing."""
+    labels = labels_of(batch)
+    found = [one for one in tensors_in(batch) if one.is_floating_point() and one is not labels]
+    return sorted(found, key=tensor_bytes)[-1:]
 
 
 def _bytes_of(batch: Any) -> int:
@@ -113,8 +158,12 @@ def _learn(probe: Probe, trainer: Trainer, found: Learning, batches: list[Any], 
         _backward(trainer.model, probe.loss, looked_at)
         found.layers = layers_of(trainer.model, inputs)
     if not found.skipped:
-        found.one_batch = learn_one_batch(trainer, batches[0], _best_rate(found))
-        found.answers = _spread_of_answers(trainer.model, probe.loss, batches[0])
+        loss, rate = probe.loss, _best_rate(found)
+        # The best rate of a short trial may be one that only finds the mean quickly.
+        rates = [rate, rate / 10, rate / 100, *([] if found.rate is None else [found.rate])]
+        found.one_batch, found.answers = learn_one_batch(
+            trainer, batches[0], rates, lambda: _spread_of_answers(trainer.model, loss, batches[0])
+        )
 
 
 def _try(probe: Probe, trainer: Trainer, found: Learning, some: list[Any]) -> None:

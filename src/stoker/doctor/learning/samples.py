@@ -1,6 +1,7 @@
 """What can be seen of the data in a few dozen batches: their order, samples that come twice, classes, constant labels."""
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -15,6 +16,8 @@ from stoker.doctor.learning.labels import labels_of
 
 MOST_BATCHES = 64
 FEW = 10  # classes that are stored as numbers
+LEAST_BITS = 20  # below which samples are the same by chance
+MOST_COLUMNS = 64  # that are looked at for that
 
 
 def look_at_samples(found: Learning, batches: Sequence[Any], validation: Iterable[Any] | None) -> None:
@@ -29,13 +32,25 @@ def look_at_samples(found: Learning, batches: Sequence[Any], validation: Iterabl
 
 
 def _look_at_labels(found: Learning, labels: Sequence[Tensor]) -> None:
-    every = torch.cat([one.reshape(len(one), -1)[:, 0] for one in labels])
+    labels = _varying(labels)
+    every = torch.cat(list(labels))
     found.constant_labels = bool((every == every[0]).all())
     is_class = not every.is_floating_point() or _are_classes(every)
     if is_class:
         found.label_counts = dict(sorted(Counter(every.long().tolist()).items()))
     if len(labels) >= 4 and not found.constant_labels:
         found.order = _order_of_classes(labels, every) if is_class else _order_of_numbers(labels, every)
+
+
+def _varying(labels: Sequence[Tensor]) -> list[Tensor]:
+    """One number a sample: the first of its numbers that is not the same for all, of a map of pixels for example."""
+    flat = [one.reshape(len(one), -1) for one in labels]
+    if len({one.shape[1] for one in flat}) == 1:
+        first = flat[0][0]
+        differs = torch.stack([(one != first).any(0) for one in flat]).any(0)
+        column = int(differs.int().argmax())
+        return [one[:, column] for one in flat]
+    return [one[:, 0] for one in flat]
 
 
 def _are_classes(labels: Tensor) -> bool:
@@ -51,7 +66,7 @@ def _order_of_classes(labels: Sequence[Tensor], every: Tensor) -> float:
     share = total.double() / total.sum()
     found = []
     for one in labels:
-        counts = (one.reshape(len(one), -1)[:, :1] == kinds).sum(0).double()
+        counts = (one[:, None] == kinds).sum(0).double()
         expected = share * counts.sum()
         often = expected >= 1  # of the others a single one would say too much
         if often.sum() >= 2:
@@ -62,17 +77,30 @@ def _order_of_classes(labels: Sequence[Tensor], every: Tensor) -> float:
 def _order_of_numbers(labels: Sequence[Tensor], every: Tensor) -> float:
     """Variance of the means of batches over what chance gives."""
     size = min(len(one) for one in labels)
-    means = torch.stack([one[:size].reshape(size, -1)[:, 0].double().mean() for one in labels])
+    means = torch.stack([one[:size].double().mean() for one in labels])
     return float(means.var() * size / every.double().var())
 
 
 def _hashes(batch: Any) -> list[str]:
-    """Of each sample, by its largest tensor; none where samples are not its rows."""
+    """Of each sample, by all that it holds but its labels; none where samples are not rows, or where few kinds can be."""
     if hasattr(batch, "batches"):
         return []
-    tensors = [one for one in tensors_in(batch) if one.ndim >= 2]
-    if not tensors:
+    labels = labels_of(batch)
+    tensors = [one for one in tensors_in(batch) if one.ndim >= 2 and one is not labels]
+    count = len(tensors[0]) if tensors else 0
+    if not tensors or any(len(one) != count for one in tensors):
         return []
-    rows = max(tensors, key=lambda one: one.nbytes).detach().cpu().contiguous()
-    flat = rows.reshape(len(rows), -1).float().numpy()
-    return [hashlib.blake2b(row.tobytes(), digest_size=12).hexdigest() for row in flat]
+    flat = [one.detach().cpu().reshape(count, -1).float() for one in tensors]
+    if sum(map(_bits, flat)) < LEAST_BITS:
+        return []
+    found = [hashlib.blake2b(digest_size=12) for _ in range(count)]
+    for one in flat:
+        for digest, row in zip(found, one.contiguous().numpy(), strict=True):
+            digest.update(row.tobytes())
+    return [digest.hexdigest() for digest in found]
+
+
+def _bits(rows: Tensor) -> float:
+    """How much can tell two samples apart, at most: of some columns, by how many values each has here."""
+    some = rows[:, :: max(1, rows.shape[1] // MOST_COLUMNS)]
+    return sum(math.log2(len(torch.unique(column))) for column in some.T)

@@ -3,7 +3,7 @@
 The gradient that the optimizer is given is compared with that of the loss of the same batches at the same weights.
 """
 
-import copy
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,16 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from stoker.doctor.learning.facts import Update, Updates
+from stoker.doctor.learning.kept import optimizer_kept
 from stoker.doctor.probe import Probe
 
-STEPS = 12
+STEPS, MOST_STEPS = 12, 64  # calls of the step: as many as there must be, and for two updates at most
+ENOUGH = 2  # updates
 MOST_NUMBERS = 50_000_000  # parameters whose gradients are kept aside
 
 Gradients = list[Tensor | None]
 
 
-def updates_of(probe: Probe, batches: Sequence[Any]) -> Updates | None:
-    """Of a few steps of the loop itself; its optimizer is put back. None: it cannot be looked into."""
+def updates_of(probe: Probe, batches: Sequence[Any], seconds: float) -> Updates | None:
+    """Of a few steps of the loop itself; its optimizer is put back. None: it cannot be looked into, or takes too long."""
     model, optimizer, loss = probe.model, probe.optimizer, probe.loss
     assert isinstance(model, nn.Module)
     assert loss is not None
@@ -28,29 +30,33 @@ def updates_of(probe: Probe, batches: Sequence[Any]) -> Updates | None:
     if optimizer is None or probe.settings or sum(one.numel() for one in learnt) > MOST_NUMBERS:
         return None
     before = [one.detach().clone() for one in learnt]
-    state = copy.deepcopy(optimizer.state_dict())
     made: list[Update] = []
     rates: list[float] = []
     waiting: list[Any] = []
 
     def look(*_: Any) -> None:
         rates.append(float(optimizer.param_groups[0]["lr"]))
-        given = [None if one.grad is None else one.grad.detach().clone() for one in learnt]
-        made.append(_compare(given, [_gradients(loss, learnt, batch) for batch in waiting]))
+        given = _taken(learnt)
+        made.append(_compare(given, loss, learnt, waiting))
         waiting.clear()
         for parameter, gradient in zip(learnt, given, strict=True):
             parameter.grad = gradient
 
-    hook = optimizer.register_step_pre_hook(look)
-    try:
-        for number in range(STEPS):
-            waiting.append(batches[number % len(batches)])
-            probe.step(waiting[-1])
-    finally:
-        hook.remove()
-        optimizer.load_state_dict(state)
+    begin = time.perf_counter()
+    with optimizer_kept(optimizer):
+        hook = optimizer.register_step_pre_hook(look)
+        try:
+            for number in range(MOST_STEPS):
+                if number >= STEPS and (len(made) >= ENOUGH or time.perf_counter() - begin > seconds):
+                    break
+                waiting.append(batches[number % len(batches)])
+                probe.step(waiting[-1])
+        finally:
+            hook.remove()
+    if not made:  # it does not say when it steps
+        return None
     is_same = [torch.equal(one, old) for one, old in zip(learnt, before, strict=True)]
-    return Updates(tuple(made), _unchanged(model, learnt, is_same), bool(rates) and rates[-1] > rates[0])
+    return Updates(tuple(made), _unchanged(model, learnt, is_same), rates[-1] > rates[0])
 
 
 def _unchanged(model: nn.Module, learnt: Sequence[nn.Parameter], is_same: Sequence[bool]) -> tuple[str, ...]:
@@ -64,24 +70,36 @@ def _unchanged(model: nn.Module, learnt: Sequence[nn.Parameter], is_same: Sequen
     return tuple(found)
 
 
-def _gradients(loss: Callable[[Any], Tensor], learnt: Sequence[nn.Parameter], batch: Any) -> Gradients:
-    with torch.enable_grad():
-        return list(torch.autograd.grad(loss(batch), learnt, allow_unused=True))
+def _taken(learnt: Sequence[nn.Parameter]) -> Gradients:
+    """The gradients as they are; then there are none."""
+    found = [None if one.grad is None else one.grad.detach().clone() for one in learnt]
+    for parameter in learnt:
+        parameter.grad = None
+    return found
 
 
-def _compare(given: Gradients, own: Sequence[Gradients]) -> Update:
+def _compare(
+    given: Gradients, loss: Callable[[Any], Tensor], learnt: Sequence[nn.Parameter], batches: Sequence[Any]
+) -> Update:
     """With the mean over the batches since the last step, and with the last of them."""
-    if not own:
+    last: Gradients = []
+    total: Gradients = [None] * len(given)
+    for batch in batches:
+        with torch.enable_grad():
+            loss(batch).backward()  # type: ignore[no-untyped-call]
+        last = _taken(learnt)
+        total = [_sum(one, other) for one, other in zip(total, last, strict=True)]
+    if not last:
         return Update(0, 0.0, 0.0, 0.0, 0.0)
-    mean = [_mean([one[place] for one in own]) for place in range(len(given))]
-    size, with_mean = _scale(given, mean)
-    _, with_last = _scale(given, own[-1])
-    return Update(len(own), size, with_mean, with_last, _dot(given, given) ** 0.5)
+    size, with_mean = _scale(given, [None if one is None else one / len(batches) for one in total])
+    _, with_last = _scale(given, last)
+    return Update(len(batches), size, with_mean, with_last, _dot(given, given) ** 0.5)
 
 
-def _mean(values: Sequence[Tensor | None]) -> Tensor | None:
-    there = [one for one in values if one is not None]
-    return torch.stack(there).sum(0) / len(values) if there else None
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return one + other
 
 
 def _scale(given: Gradients, other: Gradients) -> tuple[float, float]:

@@ -1,14 +1,15 @@
 """From measurements to findings: each rule is a pure function of `Measured` that finds its cause, or nothing.
 
-A prediction is what the step takes once the cause is gone: the rest of the sum.
+A prediction is what the step takes once the cause is gone: the rest of the sum. Of causes that weigh the same, those
+come first whose rule does: data before what is learnt of them.
 """
 
 from stoker.doctor.finding import Finding, ranked
 from stoker.doctor.measured import Measured
-from stoker.doctor.rules import learning, loader, run, step
+from stoker.doctor.rules import data, learning, loader, run, step, watched
 from stoker.doctor.rules.base import RULES
 
-__all__ = ["RULES", "diagnose", "learning", "loader", "run", "step", "verdict"]
+__all__ = ["RULES", "data", "diagnose", "learning", "loader", "run", "step", "verdict", "watched"]
 
 
 def diagnose(found: Measured) -> list[Finding]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from stoker.doctor.finding import NOTICE, Finding
+from stoker.doctor.loaders import Split
 from stoker.doctor.measured import Measured
 from stoker.doctor.rules.base import NOISE, ms, predicted, rule
 
@@ -79,7 +80,7 @@ def loader_cause(found: Measured) -> str | None:
     made = max(split.cold_s, split.warm_s) + split.collate_s
     if not facts.workers and made < 0.4 * stall.seconds:  # it cannot be what the run waits for
         return None
-    if split.sequential_s is not None and split.warm_s > 2 * split.sequential_s and split.warm_s > 0.3 * stall.seconds:
+    if _order_is_dear(split, stall) and found.tried.get("shuffle", 0.0) < NO_GAIN * found.run_s:
         return "shuffle"
     if split.cold_s > 2 * split.warm_s and split.cold_s - split.warm_s > 0.3 * stall.seconds:
         return "cold-storage"
@@ -93,6 +94,12 @@ def loader_cause(found: Measured) -> str | None:
     if facts.workers is not None and best_workers(found) > facts.workers:
         return "workers-few"
     return "preparation"
+
+
+def _order_is_dear(split: Split, stall: Stall) -> bool:
+    if split.sequential_s is None:
+        return False
+    return split.warm_s > 2 * split.sequential_s and split.warm_s > 0.3 * stall.seconds
 
 
 def _stands_in_its_way(found: Measured) -> bool:
@@ -129,6 +136,11 @@ def _stall_evidence(found: Measured) -> tuple[str, ...]:
     if found.drained_s is not None:
         words.append(
             f"the loader alone gives a batch every {ms(found.drained_s)}, with {found.loader.workers or 0} workers"
+        )
+    if found.decode_rate is not None:
+        words.append(
+            f"one core decodes {found.decode_rate:,.0f} JPEGs of 375 by 500 pixels a second, {found.cores} at most "
+            f"{found.cores * found.decode_rate:,.0f}"
         )
     return tuple(words)
 

@@ -2,7 +2,9 @@
 
 from stoker.doctor.finding import Finding
 from stoker.doctor.measured import Measured
-from stoker.doctor.rules.base import rule
+from stoker.doctor.rules.base import SERIOUS, of_learning, rule
+
+COLLAPSED = 1.0  # of a scale that begins at 65,536
 
 
 @rule("memory-creep")
@@ -57,6 +59,15 @@ def drift(found: Measured) -> Finding | None:
     change = "look at memory, temperature and what else the machine does; `stoker doctor TARGET` measures the legs"
     factor = 1 / (1 + found.drift)
     return Finding("drift", -found.drift, sentence, change, (), factor, 0.9 * factor, 1.1 * factor)
+
+
+@rule("scale-collapsed")
+def scale_collapsed(found: Measured) -> Finding | None:
+    if found.loss_scale is None or found.loss_scale > COLLAPSED:
+        return None
+    sentence = f"The loss scale of float16 has fallen to {found.loss_scale:.3g}: gradients overflow at every scale."
+    change = "--train.precision bf16 (or fp32); then look for what grows: `stoker doctor RUN` replays bad steps"
+    return of_learning("scale-collapsed", SERIOUS, sentence, change)
 
 
 @rule("straggler")

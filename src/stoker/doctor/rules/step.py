@@ -226,8 +226,9 @@ def host(found: Measured) -> Finding | None:
     if loops and found.calls is not None:
         # The change takes the loops away with their small kernels, and no other call.
         small = (1 - found.host_share) * operations.short_share / (operations.busy_share or 1.0)
-        small = small if found.device == "cuda" else 0.0
-        share = min(MOST, found.calls.looped_share * (share + _step_share(found, small * (1 - elsewhere))))
+        small = small if found.device == "cuda" and found.calls.num_looped >= MANY else 0.0
+        looped = found.calls.looped_share
+        share = min(MOST, (1.0 if looped > 0.9 else looped) * (share + _step_share(found, small * (1 - elsewhere))))
     evidence = (*found.lines.top(3, "step"), *loops, _idle(found))
     change = "compute whole batches instead of the loop on these lines; else torch.compile, or CUDA graphs"
     return _without(found, "host", share, sentence, change, evidence)
@@ -254,6 +255,8 @@ def _by_reads(found: Measured) -> float:
     """Of a resident step on a GPU: time lost because the host waits for numbers, and could have launched ahead instead."""
     if found.device != "cuda" or found.operations is None or found.launch_s is None or found.operations.wait_s <= 0:
         return 0.0
+    if "sync" in found.tried and found.run is not None:
+        return max(0.0, (found.run.mean - found.tried["sync"]) / _resident_s(found))
     launching = max(0.0, found.launch_s - max(found.operations.wait_s, found.sync_s))
     without = max(found.operations.busy_s, launching)
     return max(0.0, 1 - without / _resident_s(found))

@@ -1,7 +1,7 @@
 """Where the events of a run come from: read directly, packed, or resident on the GPU, as the configuration says."""
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +20,7 @@ from stoker.data.pack import pack
 from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices
 from stoker.data.samples import SampleTable, Split, Subset, split_by_hash, split_by_shard, whole
-from stoker.data.source import RunData
+from stoker.data.source import Content, RunData
 from stoker.data.stages import Stage
 from stoker.data.store import PackedStore, is_store, open_store
 from stoker.errors import UserError
@@ -103,7 +103,7 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         order=source.order(split.training),
         stages=source.stages(run.loader.sample_cost, quarantine, truth),
         files_of=source.files_of,
-        contents=partial(contents_of, source) if isinstance(source, DirectEvents | PackedEvents) else None,
+        contents=_contents(root, source, run.loader),
         description=description,
         facts=events.open_geometry(root).facts(),
         loose_facts=loose_facts(run.data.path),
@@ -112,6 +112,15 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         bytes_per_cost=BYTES_PER_PULSE,
         cache_bytes=source.cache_bytes,
     )
+
+
+def _contents(
+    root: Location, source: EventSource, loader: LoaderConfig
+) -> Callable[[Indices], Iterable[Content]] | None:
+    """Read from any place, and not through the window of an epoch; what lies on a device is not read back."""
+    if isinstance(source, DirectEvents):
+        return partial(contents_of, DirectEvents(root, source.table, loader))
+    return partial(contents_of, source) if isinstance(source, PackedEvents) else None
 
 
 def _fingerprint(table: SampleTable, truth: Array | None) -> str:

@@ -8,10 +8,13 @@ import numpy as np
 from stoker.data.agreement import Floats
 from stoker.data.ragged import Indices
 from stoker.data.source import Content
+from stoker.errors import UserError
 from stoker.recipes.imagenet.decode import Broken, decode, is_whole, size_of
 from stoker.recipes.imagenet.sources import Reader
 
 SIDE = 16  # fields of a thumbnail, whose brightness rises or falls to the next
+
+BITS, FLAT = 512, 2.0  # that are kept, and grey levels of which 255 are white: what rises less is noise
 
 
 def contents_of(reader: Reader, rows: Indices) -> Iterator[Content]:
@@ -20,15 +23,15 @@ def contents_of(reader: Reader, rows: Indices) -> Iterator[Content]:
             content = reader.read(row)
             size_of(content)  # not too many pixels
             pixels = decode(content, 2 * SIDE, 2 * SIDE, fast=True).astype(np.float64)
-        except (Broken, OSError) as error:
+        except (Broken, OSError, UserError) as error:
             yield Content(trouble=str(error))
             continue
         grey = field_means(pixels, SIDE + 1).mean(2)
-        rises = np.concatenate([np.diff(grey, axis=0).ravel(), np.diff(grey, axis=1).ravel()]) > 0
+        rises = np.concatenate([np.diff(grey, axis=0).ravel(), np.diff(grey, axis=1).ravel()])[:BITS]
         whole = is_whole(content)
         yield Content(
             hashlib.blake2b(content, digest_size=16).digest(),
-            np.packbits(rises).tobytes() if grey.std() > 1 else b"",  # of an empty picture nothing can be told
+            np.packbits(rises > 0).tobytes() + np.packbits(np.abs(rises) > FLAT).tobytes(),
             "" if whole else "its end is missing, or bytes in it are wrong: only a part of the picture is there",
         )
 
