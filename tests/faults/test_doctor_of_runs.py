@@ -39,7 +39,7 @@ def build_task(run, facts):
     task.losses = losses
     return task
 
-RECIPE = replace(ICECUBE, name="odd", build_task=build_task)
+RECIPE = replace(ICECUBE, name="spiky", build_task=build_task)
 """
 
 
@@ -50,9 +50,9 @@ def odd_run(
     """With checkpoints of steps 6 and 7, and step 5, which is said to have been a spike."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    sys.modules.pop("odd", None)
-    (tmp_path / "odd.py").write_text(ODD)
-    words = ["train", "odd:RECIPE", "--data.path", str(events_dir), "--train.save_every", "3", "--train.log_every", "2"]
+    sys.modules.pop("spiky", None)
+    (tmp_path / "spiky.py").write_text(ODD)
+    words = ["train", "spiky:RECIPE", "--data.path", str(events_dir), "--train.save_every", "3", "--train.log_every", "2"]
     assert cli([*words, *SMALL]) == 0
     run = next((tmp_path / "runs").iterdir())
     with EventLog(run / "events.jsonl") as log:
