@@ -52,8 +52,8 @@ def odd_run(
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("spiky", None)
     (tmp_path / "spiky.py").write_text(ODD)
-    words = ["train", "spiky:RECIPE", "--data.path", str(events_dir), "--train.save_every", "3", "--train.log_every", "2"]
-    assert cli([*words, *SMALL]) == 0
+    words = ["train", "spiky:RECIPE", "--data.path", str(events_dir), "--train.save_every", "3"]
+    assert cli([*words, "--train.log_every", "2", *SMALL]) == 0
     run = next((tmp_path / "runs").iterdir())
     with EventLog(run / "events.jsonl") as log:
         log.write(Spike(step=5, loss=9.0, mean=1.0, sigma=0.1))
