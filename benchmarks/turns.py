@@ -45,6 +45,7 @@ class Tree:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            cwd=root,  # Python looks there first
             env={**os.environ, "PYTHONPATH": places, "STOKER_CACHE": str(cache)},
         )
 
