@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 
 from stoker.data.loader import LoaderConfig
+from stoker.data.locations import DataPath
 from stoker.data.pack import PackRequest
 from stoker.data.source import RunData
 from stoker.settings import AlsoCalled, config
@@ -24,7 +25,7 @@ from stoker.train.trackers import LogConfig
 @config
 class RunSettings:
     name: str | None = None  # goes behind recipe and time in the folder's name
-    folder: Annotated[Path, AlsoCalled("output_dir", "out_dir")] = Path("runs")  # where run folders are made
+    folder: Annotated[DataPath, AlsoCalled("output_dir", "out_dir")] = Path("runs")  # where run folders are made
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the order of samples and of the first weights
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes a GPU when there is one
 

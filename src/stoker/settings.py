@@ -193,13 +193,15 @@ def difference(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
 
 def without_effect(configuration: Any) -> dict[str, str]:
     """Keys that change nothing beside the others, and why; each group says so (`without_effect`), of itself by a plain
-    name and of another group by a dotted one."""
+    name and of another group by a dotted one, unless a third one makes use of them all the same (`with_effect`)."""
     found: dict[str, str] = {}
+    wanted: set[str] = set()
     for field in dataclasses.fields(configuration):
         group = getattr(configuration, field.name)
+        wanted |= group.with_effect() if hasattr(group, "with_effect") else set()
         reasons = group.without_effect() if hasattr(group, "without_effect") else {}
         found |= {name if "." in name else f"{field.name}.{name}": why for name, why in reasons.items()}
-    return found
+    return {key: why for key, why in found.items() if key not in wanted}
 
 
 def as_yaml(configuration: Any, comments: Mapping[str, str] | None = None) -> str:
@@ -333,7 +335,7 @@ def _commented(configuration: Any, comments: Mapping[str, str], prefix: str) -> 
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
+    if isinstance(value, Path) or hasattr(value, "scheme"):  # a place, local or a URL
         return str(value)
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 

@@ -576,7 +576,9 @@ def test_operations_are_traced_to_their_lines() -> None:
 def test_a_change_is_tried_and_taken_back() -> None:
     probe = loops.doubles(True)
     found = measure(probe, 0.3)
-    assert found.tried["precision"] > 0  # that it is quicker is benchmarks/doctor.py's to show: this machine may be busy
+    assert (
+        found.tried["precision"] > 0
+    )  # that it is quicker is benchmarks/doctor.py's to show: this machine may be busy
     assert {parameter.dtype for parameter in probe.model.parameters()} == {torch.float64}  # type: ignore[union-attr]
     probe.step(probe.loader[0])  # type: ignore[index]  # its optimizer has what it had, too
     padded = measure(loops.padded(True), 0.1)

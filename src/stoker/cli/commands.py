@@ -12,8 +12,9 @@ from tyro.conf import Positional, arg
 
 from stoker import console
 from stoker.cli.doctor import Doctor, stop_if_it_cannot_learn
-from stoker.cli.options import Flag
+from stoker.cli.options import Flag, no_overrides
 from stoker.cli.output import is_other_rank, print_result, show_check, show_outcome
+from stoker.cli.storage import Cache, Fetch
 from stoker.errors import UserError
 
 Options = TypeVar("Options")
@@ -38,7 +39,7 @@ class Simulate:
     json: Flag = False  # print the result as JSON
 
     def run(self, overrides: list[str]) -> int:
-        _no_overrides("simulate", overrides)
+        no_overrides("simulate", overrides)
         if self.check:
             if self != Simulate(self.out, check=True, json=self.json):
                 raise UserError("--check looks at a directory that exists and takes no other option than --json.")
@@ -72,8 +73,8 @@ class Pack(Generic[Options]):
     what only that recipe can do."""
 
     recipe: Positional[str]  # whose data it is
-    source: Positional[Path]  # the data set
-    out: Positional[Path]  # folder to make
+    source: Positional[str]  # the data set: a folder, or a URL of an object store
+    out: Positional[str]  # folder to make, or a URL
     options: Annotated[Options, arg(name="")]
     shuffled: int | None = None  # seed: write the samples in a random order, for disks that only read forward
     threads: int | None = None  # default: one a core, at most 8
@@ -81,11 +82,14 @@ class Pack(Generic[Options]):
     json: Flag = False  # print the result as JSON
 
     def run(self, overrides: list[str]) -> int:
-        _no_overrides("pack", overrides)
+        no_overrides("pack", overrides)
+        from stoker.data.locations import named
         from stoker.data.pack import PackRequest
         from stoker.launch import commands
 
-        request = PackRequest(self.source, self.out, self.shuffled, self.threads, self.verify, self.options)
+        request = PackRequest(
+            named(self.source), named(self.out), self.shuffled, self.threads, self.verify, self.options
+        )
         result = commands.pack_data(self.recipe, request)
         text = "\n".join(
             f"{key.replace('_', ' ')}: {value:,}" if isinstance(value, int) else f"{key}: {value}"
@@ -134,7 +138,7 @@ class Train:
 class Resume:
     """Go on with a run from its last checkpoint, bit for bit. A changed key must be named: --group.key VALUE."""
 
-    path: Positional[Path]  # a run folder, or the name of one below runs/
+    path: Positional[str]  # a run folder, the name of one below runs/, or a URL
     gpus: int | None = None  # processes to start on this machine, one a GPU
     trust: Flag = False  # run the code of a recipe that a file names
     json: Flag = False  # print the result as JSON
@@ -151,7 +155,7 @@ class Resume:
 class Fork:
     """Start a new run with the weights and moments of another, overrides, and a new schedule, which is drawn first."""
 
-    path: Positional[Path]  # a run folder, or the name of one below runs/
+    path: Positional[str]  # a run folder, the name of one below runs/, or a URL
     checkpoint: str = "last"  # best, last, or a checkpoint by its name or path
     gpus: int | None = None  # processes to start on this machine, one a GPU
     trust: Flag = False  # run the code of a recipe that a file names
@@ -170,7 +174,7 @@ class Fork:
 class Evaluate:
     """Evaluate a checkpoint of a run on its validation samples, or with --data.path on others."""
 
-    path: Positional[Path]  # a run folder, or the name of one below runs/
+    path: Positional[str]  # a run folder, the name of one below runs/, or a URL
     checkpoint: str = "best"  # best, last, or a checkpoint by its name or path
     weights: Literal["auto", "raw", "ema"] = "auto"  # auto takes averaged weights where there are any
     trust: Flag = False  # run the code of a recipe that a file names
@@ -187,7 +191,7 @@ class Evaluate:
 class Predict:
     """Answer for new samples with a checkpoint of a run, and write the answers to a file. Goes on where it was stopped."""
 
-    path: Positional[Path]  # a run folder, or the name of one below runs/
+    path: Positional[str]  # a run folder, the name of one below runs/, or a URL
     inputs: Positional[Path | None] = None  # the samples: a data set, an image, a folder of images
     data: Path | None = None  # the same; default: those that the run was given
     out: Path | None = None  # file to make; its ending chooses the format
@@ -217,7 +221,7 @@ class Predict:
 class Export:
     """Write the model of a checkpoint as one file for other programs (ONNX), and check that it gives the same answers."""
 
-    path: Positional[Path]  # a run folder, or the name of one below runs/
+    path: Positional[str]  # a run folder, the name of one below runs/, or a URL
     out: Path  # file to make, ending in .onnx
     data: Path | None = None  # samples to check with: an image or a folder; default: the run's validation samples
     checkpoint: str = "best"  # best, last, or a checkpoint by its name or path
@@ -226,7 +230,7 @@ class Export:
     json: Flag = False  # print the result as JSON
 
     def run(self, overrides: list[str]) -> int:
-        _no_overrides("export", overrides)
+        no_overrides("export", overrides)
         from stoker.launch import commands
 
         result = commands.export(self.path, self.out, self.data, self.checkpoint, self.weights, trusted=self.trust)
@@ -243,7 +247,7 @@ class Runs:
     json: Flag = False  # print the list as JSON
 
     def run(self, overrides: list[str]) -> int:
-        _no_overrides("runs", overrides)
+        no_overrides("runs", overrides)
         from stoker.runs.folder import list_runs
 
         found = list_runs(self.folder)
@@ -292,13 +296,10 @@ COMMANDS: dict[str, Any] = {
     "export": Export,
     "doctor": Doctor,
     "runs": Runs,
+    "fetch": Fetch,
+    "cache": Cache,
     "config": Config,
 }
-
-
-def _no_overrides(command: str, overrides: list[str]) -> None:
-    if overrides:
-        raise UserError(f"`stoker {command}` takes no configuration keys, and got {overrides[0]}.")
 
 
 def _run_in_processes(command: "Resume | Fork", overrides: list[str]) -> int:
@@ -340,9 +341,10 @@ def check_bare_keys(words: list[str]) -> None:
         return
     from stoker import settings
     from stoker.launch import targets
+    from stoker.launch.elsewhere import here
     from stoker.runs.folder import open_run
 
-    target = rest[0] if name in ("train", "config") else str(open_run(Path(rest[0])).config)
+    target = rest[0] if name in ("train", "config") else str(open_run(here(rest[0])).config)
     found = targets.resolve_target(target, [], trusted="--trust" in rest)
     raise UserError(settings.unknown_key(found.config, wrong.replace("-", "_"), "the command line"))
 

@@ -1,11 +1,12 @@
 """Things that can be made again: the folder they are kept in on disk, and a cache of them in memory."""
 
 import os
+import re
 import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -14,6 +15,7 @@ from stoker.files import file_lock
 
 K = TypeVar("K")
 V = TypeVar("V")
+PIECES = "blocks"  # the folder of pieces of remote data
 
 
 def cache_folder() -> Path:
@@ -22,6 +24,38 @@ def cache_folder() -> Path:
     if named and Path(named).exists() and not Path(named).is_dir():
         raise UserError(f"STOKER_CACHE is {named}, which is no folder.")
     return Path(named) if named else Path.home() / ".cache" / "stoker"
+
+
+def budget_bytes() -> int:
+    """The most that the cache may take: $STOKER_CACHE_BYTES, such as 200GB, or half of its disk."""
+    text = os.environ.get("STOKER_CACHE_BYTES", "").strip()
+    if not text:
+        return shutil.disk_usage(_existing(cache_folder())).total // 2
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text, re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise UserError(f"STOKER_CACHE_BYTES is {text!r}, and should be a size such as 200GB or 50000000.")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+
+
+def made_bytes() -> int:
+    """What was made in the cache takes: simulated, drawn and packed sets, tables, splits; not pieces of remote data."""
+    return sum(size for name, size in folder_sizes().items() if name != PIECES)
+
+
+def folder_sizes() -> dict[str, int]:
+    """Bytes of each folder of the cache."""
+    folder = cache_folder()
+    found = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    return {path.name: _size_below(path) for path in found}
+
+
+def _size_below(folder: Path) -> int:
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # it may be removed meanwhile
+                total += (Path(where) / name).lstat().st_size
+    return total
 
 
 @contextmanager
@@ -36,9 +70,13 @@ def cache_lock(folder: Path, waiting: str | None = None) -> Iterator[None]:
 
 def free_bytes(folder: Path) -> int:
     """Room on the disk of a folder that may not exist yet."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def _existing(folder: Path) -> Path:
     while not folder.exists():
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return folder
 
 
 class ByteCache(Generic[K, V]):

@@ -20,7 +20,7 @@ from stoker.data.batch import pin
 from stoker.data.order import StorageOrder
 from stoker.data.plan import MicroBatch, Plan, Position, Step
 from stoker.data.ragged import Indices
-from stoker.data.source import RunData
+from stoker.data.source import Ahead, RunData
 from stoker.data.stages import Stage, StageTimes
 from stoker.data.workers import Job, Workers
 from stoker.errors import MachineError, UserError
@@ -42,7 +42,8 @@ class LoaderConfig:
     ram_bytes: Annotated[int, Field(ge=1 << 20)] = 4 << 30  # limit of batches, caches and decoding, not of mapped files
     stuck_after_s: Annotated[float, Field(gt=0)] = 300.0  # a batch not ready after this is an error that names the file
     bad_shards: Literal["stop", "quarantine"] = "stop"  # what an unreadable shard does
-    window: Annotated[int, Field(ge=1)] = 65_536  # samples that a window shuffle mixes, where files are read directly
+    window: Annotated[int, Field(ge=1)] = 65_536  # samples that a window shuffle mixes, where files are read in parts
+    order: Literal["auto", "exact", "window", "window-first"] = "auto"  # of an epoch; auto: what the storage asks for
 
     def __post_init__(self) -> None:
         if (self.batch_size is None) == (self.batch_cost is None):
@@ -52,6 +53,10 @@ class LoaderConfig:
                 f"micro_cost {self.micro_cost} cannot be kept while a single sample may cost {self.sample_cost}: set "
                 f"sample_cost to {self.micro_cost} or less"
             )
+
+    def with_effect(self) -> set[str]:
+        """Keys that mean something beside the others, whatever those say of the usual order."""
+        return {"loader.window"} if self.order in ("window", "window-first") else set()
 
     @property
     def num_threads(self) -> int:
@@ -74,6 +79,7 @@ class Loader:
         files_of: Callable[[Indices], str] | None = None,
         bytes_per_cost: float = 64.0,
         cache_bytes: int = 0,
+        ahead: Ahead | None = None,
     ) -> None:
         self.plan, self.times = plan, StageTimes([stage.name for stage in stages])
         self._stages, self._config, self._files_of = tuple(stages), config, files_of
@@ -82,6 +88,11 @@ class Loader:
         self._position = Position(seed)
         self._bytes_per_cost = bytes_per_cost
         self._room = config.ram_bytes - cache_bytes
+        self._ahead = ahead
+
+    def read_times(self) -> dict[str, Any]:
+        """What every stage did since the last reading, and where samples lie elsewhere the storage."""
+        return {**self.times.read(), "storage": self._ahead.telemetry() if self._ahead is not None else {}}
 
     def state_dict(self) -> dict[str, int]:
         """Where the consumer stands; batches made ahead do not count."""
@@ -99,6 +110,8 @@ class Loader:
         """Steps from `position` on, with their batches. Closing the iterator stops the threads."""
         ahead: deque[tuple[Step, list[Job[Any]]]] = deque()
         planned = self.plan.steps(position, num_epochs, rank=self.rank, num_ranks=self.num_ranks)
+        if self._ahead is not None:
+            planned = self._ahead.through(planned)
         with Workers(self._config.num_threads, "loader") as workers:
             budget = _Budget(self._room, self._config.look_ahead)
             coming = next(planned, None)
@@ -108,8 +121,11 @@ class Loader:
                     coming = next(planned, None)
                 self.times.saw_ready(sum(job.done() for _, jobs in ahead for job in jobs))
                 num_bytes, num_batches = self._num_bytes(ahead[0][0]), len(ahead[0][1])
+                made = ahead[0][0].without_batches()
                 yield self._finish(*ahead.popleft())  # no name keeps it: its memory is free when the consumer drops it
                 budget.give_back(num_bytes, num_batches)
+                if self._ahead is not None:
+                    self._ahead.finished(made, self.plan)
 
     def _num_bytes(self, step: Step) -> int:
         return int(step.cost * self._bytes_per_cost)
@@ -203,6 +219,7 @@ def loader_of(
         files_of=data.files_of,
         bytes_per_cost=data.bytes_per_cost,
         cache_bytes=data.cache_bytes,
+        ahead=data.ahead,
     )
 
 

@@ -1,27 +1,28 @@
 """Where data lie, and the one module that reads them.
 
 Everything that opens data takes a location, joins names to it with `/`, and comes here for the bytes. A location is a local
-path; URLs are refused by name until there is a storage that reads them. What a run or the cache writes is no location: that
-is always a local path.
+path or a URL of an object store, whose bytes come through the cache (`stoker.data.storage`).
 """
 
 import errno
 import os
 import stat as kinds
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator
 
+from stoker.data.storage.urls import Found, Url
 from stoker.errors import UserError
 from stoker.files import check_regular
 
-Location: TypeAlias = Path
+Location: TypeAlias = Path | Url
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stat:
     """What is known of a file or a folder without reading it."""
 
@@ -30,19 +31,19 @@ class Stat:
     is_plain: bool  # a file, and no pipe or device
     written: int  # when, in nanoseconds: changes whenever the content does
     number: int  # of the file on its disk: changes when another file takes its name
+    tag: str = ""  # of the version of an object
 
 
 def parse(text: Any) -> Any:
-    """From the words of a user; refuses what is no local path."""
-    if isinstance(text, str) and "://" in text:
-        raise ValueError(f"{text} is a URL, and only local paths can be read: copy or mount the data first")
-    return text
+    """From the words of a user: a URL of a storage that can be read, or a local path."""
+    return Url.parse(text) if isinstance(text, str) and "://" in text else text
 
 
 def named(text: "Location | str") -> Location:
-    """A place that a program names."""
+    """A place that a program or a user names."""
     try:
-        return Location(parse(text)).expanduser()
+        place = parse(text)
+        return place if isinstance(place, Url) else Path(place).expanduser()
     except (TypeError, ValueError) as error:
         raise UserError(f"{error}.") from error
 
@@ -50,8 +51,18 @@ def named(text: "Location | str") -> Location:
 DataPath = Annotated[Location, BeforeValidator(parse)]  # a key of a configuration that names data
 
 
+def listed_once(root: Location) -> AbstractContextManager[None]:
+    """Inside the block a remote folder is listed once for all questions about it."""
+    return _files().listed_once(root) if isinstance(root, Url) else nullcontext()
+
+
 def stat(location: Location) -> Stat | None:
     """None: there is nothing."""
+    if isinstance(location, Url):
+        found = _files().find(location)
+        if found is None and _files().is_folder(location):
+            return FOLDER
+        return None if found is None else _as_object(found)
     try:
         return _as_stat(location.stat())
     except (FileNotFoundError, NotADirectoryError):
@@ -63,12 +74,32 @@ def _as_stat(found: os.stat_result) -> Stat:
     return Stat(found.st_size, is_folder, is_plain, found.st_mtime_ns, found.st_ino)
 
 
+FOLDER = Stat(0, is_folder=True, is_plain=False, written=0, number=0)  # of an object store, which has only names
+
+
+def _as_object(found: Found) -> Stat:
+    return Stat(
+        found.size, is_folder=False, is_plain=True, written=_files().version_number(found.tag), number=0, tag=found.tag
+    )
+
+
+def _files() -> Any:
+    """Storage is only there for those who read from it: it needs a client library and threads."""
+    from stoker.data.storage import files
+
+    return files
+
+
 def is_file(location: Location) -> bool:
+    if isinstance(location, Url):
+        return _files().find(location) is not None
     found = stat(location)
     return found is not None and not found.is_folder
 
 
 def is_folder(location: Location) -> bool:
+    if isinstance(location, Url):
+        return bool(_files().is_folder(location))
     found = stat(location)
     return found is not None and found.is_folder
 
@@ -76,6 +107,9 @@ def is_folder(location: Location) -> bool:
 def list_folder(location: Location) -> dict[str, Stat]:
     """Everything in a folder by its name, in the order of names; links that lead nowhere are passed over."""
     listed: dict[str, Stat] = {}
+    if isinstance(location, Url):
+        found = _files().list_folder(location)
+        return {name: FOLDER if one is None else _as_object(one) for name, one in found.items()}
     with os.scandir(location) as entries:
         for entry in entries:
             try:
@@ -106,6 +140,10 @@ def read(location: Location) -> bytes:
 
 def read_range(location: Location, first: int, count: int | None) -> bytes:
     """So many bytes from one on, fewer at the end of the file; None: all that follow."""
+    if isinstance(location, Url):
+        file = _files().opened(location)
+        content: bytes = file.read(first, max(0, file.size - first) if count is None else count)
+        return content
     # Without waiting: what is there may be a pipe that nobody writes to.
     file = os.open(location, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(file, "rb", buffering=0) as stream:
@@ -123,10 +161,29 @@ def read_range(location: Location, first: int, count: int | None) -> bytes:
 
 def open_local(location: Location) -> Path:
     """A local file with the content, for what must be mapped into memory or is opened by a library."""
+    if isinstance(location, Url):
+        copy: Path = _files().local_copy(location)
+        return copy
     check_regular(location)
     return location
 
 
+def read_end(location: Url, count: int) -> bytes:
+    """The last bytes of a remote file, which are not kept."""
+    content: bytes = _files().read_once(location, -count, count)
+    return content
+
+
+def remote_file(location: Location) -> Any:
+    """A file that lies elsewhere, by its pieces (`stoker.data.storage.remote.RemoteFile`)."""
+    return _files().opened(location)
+
+
+def new_remote_file(location: Location, found: Found) -> Any:
+    """The same, of a file as it was listed, which nobody remembers."""
+    return _files().RemoteFile(location, found)
+
+
 def identity(location: Location) -> str:
     """The same for all spellings of one place."""
-    return str(location.resolve())
+    return str(location) if isinstance(location, Url) else str(location.resolve())

@@ -20,7 +20,7 @@ import torch
 from stoker.data.batch import map_leaves
 from stoker.data.device import feed
 from stoker.data.loader import Loader, LoaderConfig, loader_of
-from stoker.data.locations import Location, is_folder, named, walk
+from stoker.data.locations import Location, is_folder, named, open_local, walk
 from stoker.data.order import ExactOrder, StorageOrder, hashed
 from stoker.data.plan import MicroBatch, Position
 from stoker.data.processes import Processes
@@ -237,7 +237,7 @@ def from_files(
             return len(found)
 
         def __getitem__(self, number: int) -> Any:
-            return decode(root / found[number][0])
+            return decode(open_local(root / found[number][0]))
 
     names = hashlib.sha256("\n".join(f"{name} {size}" for name, size in found).encode()).hexdigest()
     made = from_dataset(Files(), collate=collate, processes=processes, name=names)

@@ -24,11 +24,12 @@ import numpy.typing as npt
 from stoker import console
 from stoker.data.checksums import checksums, read_manifest, write_manifest
 from stoker.data.loader import LoaderConfig
+from stoker.data.locations import Location, open_local
 from stoker.data.order import ExactOrder
 from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices, offsets_of, range_indices
 from stoker.data.samples import PLACE_COLUMNS, SampleTable, check_column_name, new_table, open_table, shard_rows
-from stoker.data.store import MANIFEST, VERSION, PackedStore, column_path, is_store, open_store
+from stoker.data.store import COLUMNS, MANIFEST, VERSION, PackedStore, is_store, open_store
 from stoker.errors import MachineError, UserError
 from stoker.files import file_lock, said_if_full, sync_folder, write_json
 from stoker.runs.environment import environment_number
@@ -38,8 +39,8 @@ from stoker.runs.environment import environment_number
 class PackRequest:
     """What `stoker pack` was asked for; `options` are the recipe's own, of its `pack_options`."""
 
-    source: Path
-    out: Path
+    source: Location
+    out: Any  # a local path; of `stoker pack` also a URL
     shuffled: int | None = None
     threads: int | None = None
     verify: bool = False
@@ -69,7 +70,7 @@ class Packing:
     read_shard: Callable[[int, Indices], ShardContent]  # (number of the shard, its rows in the table)
     sample_columns: Mapping[str, npt.DTypeLike] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)  # goes into the manifest
-    files: Mapping[str, Path] = field(default_factory=dict)  # copied into the store
+    files: Mapping[str, Location] = field(default_factory=dict)  # copied into the store
     shuffled: int | None = None  # seed of a random order of the samples in the store
 
     @property
@@ -207,11 +208,11 @@ def _prepare(work: Path, packing: Packing, rank: int) -> None:
     asked = work / "plan.json"
     if rank == 0 and not asked.exists():
         shutil.rmtree(work, ignore_errors=True)
-        (work / "columns").mkdir(parents=True)
+        (work / COLUMNS).mkdir(parents=True)
         (work / "done").mkdir()
         num_elements = _write_table(work / "table", packing)
         for name, kind in packing.columns.items():
-            _allocate(column_path(work, name), np.dtype(kind).itemsize * num_elements)
+            _allocate(work / COLUMNS / f"{name}.bin", np.dtype(kind).itemsize * num_elements)
         write_json(asked, packing.fingerprint)
     for waited in range(600):
         if asked.exists():
@@ -266,8 +267,8 @@ class _Writer:
             name: np.load(work / "table" / f"{name}.npy", mmap_mode="r+") for name in packing.sample_columns
         }
         self._columns = {
-            name: np.memmap(column_path(work, name), dtype=kind, mode="r+")
-            if column_path(work, name).stat().st_size
+            name: np.memmap(work / COLUMNS / f"{name}.bin", dtype=kind, mode="r+")
+            if (work / COLUMNS / f"{name}.bin").stat().st_size
             else None
             for name, kind in packing.columns.items()
         }
@@ -324,10 +325,10 @@ def _write_manifest(work: Path, packing: Packing, threads: int) -> None:
     for number, name in enumerate(packing.table.shards):
         shards.append({"name": name, **json.loads(_done_path(work, number).read_text())})
     for name, path in packing.files.items():
-        shutil.copyfile(path, work / name)
+        shutil.copyfile(open_local(path), work / name)
     kinds = {name: np.dtype(kind).str for name, kind in packing.columns.items()}
     num_elements = int(packing.table.columns["count"].sum(dtype=np.int64))
-    names = [*(f"columns/{name}.bin" for name in packing.columns), *packing.files]
+    names = [*(f"{COLUMNS}/{name}.bin" for name in packing.columns), *packing.files]
     names += sorted(f"table/{path.name}" for path in (work / "table").iterdir())
     write_manifest(
         work / MANIFEST,

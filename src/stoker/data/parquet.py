@@ -5,7 +5,7 @@ random order see `window`, which decodes each row group once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,14 @@ import pyarrow.parquet as pq
 
 from stoker.data.bad_samples import BadShard
 from stoker.data.cache import ByteCache
-from stoker.data.locations import Location, open_local
+from stoker.data.locations import Location, open_local, read_end, remote_file
 from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices, Ragged, offsets_of, range_indices
 from stoker.data.samples import SampleTable
+from stoker.data.storage.urls import Url
 from stoker.errors import UserError
+
+FOOTER_BYTES = 64 << 10  # of a remote file that are read at once: most footers are smaller
 
 # What pyarrow raises where bytes are not what they should be, such as a name that is no text.
 DAMAGE = (OSError, ValueError, ArithmeticError, pa.ArrowException)
@@ -107,8 +110,9 @@ class ParquetSource:
         names, path = list(self._types), self._paths[shard]
         try:
             with named_if_damaged(path):
-                file = open_parquet(path, names, self.metadata(shard))
-                table = file.read_row_group(group, columns=names, use_threads=False)
+                with groups_held(path, self.metadata(shard), group, group):
+                    file = open_parquet(path, names, self.metadata(shard))
+                    table = file.read_row_group(group, columns=names, use_threads=False)
                 return {name: as_array([table.column(name)], kind, name, path) for name, kind in self._types.items()}
         except UserError as error:
             raise BadShard(shard, str(error)) from error
@@ -123,7 +127,7 @@ class ParquetSource:
         """The footer of a shard, read once."""
         if shard not in self._metadata:
             try:
-                self._metadata[shard] = open_parquet(self._paths[shard], list(self._types)).metadata
+                self._metadata[shard] = read_footer(self._paths[shard], list(self._types))
             except UserError as error:
                 raise BadShard(shard, str(error)) from error
         return self._metadata[shard]
@@ -168,7 +172,11 @@ def open_parquet(
     `verified`: checksums of pages are compared where the file has them, which takes time.
     """
     try:
-        file = pq.ParquetFile(open_local(path), metadata=metadata, memory_map=True, page_checksum_verification=verified)
+        if isinstance(path, Url) and metadata is not None:  # its parts are held by whoever reads them
+            opened: Any = pa.BufferReader(pa.py_buffer(remote_file(path).array))
+        else:
+            opened = open_local(path)
+        file = pq.ParquetFile(opened, metadata=metadata, memory_map=True, page_checksum_verification=verified)
         found = file.schema_arrow.names
     except FileNotFoundError:
         raise UserError(f"The file {path} is missing.") from None
@@ -183,6 +191,46 @@ def open_parquet(
     if missing:
         raise UserError(f"{path} lacks the column(s) {', '.join(missing)}; it has {', '.join(found)}.")
     return file
+
+
+def read_footer(path: Location, columns: Sequence[str]) -> pq.FileMetaData:
+    """The footer of a file that has these columns; of a remote file nothing else is fetched."""
+    if not isinstance(path, Url):
+        return open_parquet(path, columns).metadata
+    try:
+        tail = read_end(path, FOOTER_BYTES)
+        length = int.from_bytes(tail[-8:-4], "little") + 8
+        if len(tail) < length:
+            tail = read_end(path, length)
+        metadata = pq.ParquetFile(pa.BufferReader(tail)).metadata
+    except FileNotFoundError:
+        raise UserError(f"The file {path} is missing.") from None
+    except DAMAGE as error:
+        raise UserError(f"{path} is not a complete Parquet file ({error}): copy it there again.") from error
+    found = metadata.schema.to_arrow_schema().names
+    missing = [name for name in columns if name not in found]
+    if missing:
+        raise UserError(f"{path} lacks the column(s) {', '.join(missing)}; it has {', '.join(found)}.")
+    return metadata
+
+
+def group_bytes(metadata: pq.FileMetaData, group: int) -> tuple[int, int]:
+    """Where a row group begins in its file, and ends."""
+    chunks = [metadata.row_group(group).column(number) for number in range(metadata.num_columns)]
+    first = min(chunk.dictionary_page_offset or chunk.data_page_offset for chunk in chunks)
+    return first, max(
+        (chunk.dictionary_page_offset or chunk.data_page_offset) + chunk.total_compressed_size for chunk in chunks
+    )
+
+
+def groups_held(path: Location, metadata: pq.FileMetaData, first: int, last: int) -> AbstractContextManager[None]:
+    """Inside the block these row groups of a remote file are here."""
+    if not isinstance(path, Url):
+        return nullcontext()
+    file = remote_file(path)
+    begin, end = group_bytes(metadata, first)[0], group_bytes(metadata, last)[1]
+    held: AbstractContextManager[None] = file.held(file.blocks_of(begin, end - begin))
+    return held
 
 
 def as_array(columns: Sequence[pa.ChunkedArray], kind: npt.DTypeLike, name: str, path: Location) -> Array:

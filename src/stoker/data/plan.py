@@ -57,6 +57,10 @@ class Step:
     wait_s: float = 0.0  # how long the consumer waited for them
     copy_s: Callable[[], float] = lambda: 0.0  # how long copying them took, once they are there
 
+    def without_batches(self) -> "Step":
+        """What was planned of it."""
+        return Step(self.rows, self.before, self.after, self.micro_batches)
+
     @property
     def num_samples(self) -> int:
         return len(self.rows)

@@ -1,12 +1,12 @@
 """The seam between storage and everything above it: what reads samples, and what a recipe hands over when it opens data."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from stoker.data.bad_samples import BadSamples
 from stoker.data.order import Order
-from stoker.data.plan import MicroBatch
+from stoker.data.plan import MicroBatch, Plan, Step
 from stoker.data.ragged import Indices, Ragged
 from stoker.data.samples import SampleTable, Subset
 from stoker.data.stages import Stage
@@ -22,6 +22,19 @@ class Source(Protocol):
 
     def files_of(self, rows: Indices) -> str:
         """The files that hold these samples, for messages."""
+
+
+class Ahead(Protocol):
+    """Brings what planned steps will need, where samples lie elsewhere."""
+
+    def through(self, planned: Iterator[Step]) -> Iterator[Step]:
+        """The same steps; what the next ones need is on its way when a step comes out."""
+
+    def finished(self, step: Step, plan: Plan) -> None:
+        """The batches of a step are made."""
+
+    def telemetry(self) -> dict[str, float]:
+        """What was fetched since the last reading."""
 
 
 @dataclass(frozen=True)
@@ -57,3 +70,4 @@ class RunData:
     honours: frozenset[str] = frozenset()
     repeated: bool = False  # the training order names samples several times
     paired: bool = False  # a training sample has a partner in its micro-batch
+    ahead: Ahead | None = None  # where samples lie elsewhere

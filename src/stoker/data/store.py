@@ -5,19 +5,24 @@ of the whole store. `stoker.data.pack` writes it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from stoker import console
 from stoker.data.checksums import Verification, read_manifest
-from stoker.data.locations import Location, is_file, open_local, stat
+from stoker.data.locations import Location, is_file, open_local, remote_file, stat
 from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices, Ragged, range_indices
 from stoker.data.samples import SampleTable, open_table
+from stoker.data.storage.blocks import block_bytes, touched
+from stoker.data.storage.urls import Url
 from stoker.errors import UserError
 
 MANIFEST = "store.json"
+COLUMNS = "columns"  # folder of them
 VERSION = 2
 
 
@@ -28,6 +33,7 @@ class PackedStore:
     columns: Mapping[str, Array]  # memory-mapped
     manifest: Mapping[str, Any]
     verification: Verification
+    files: Mapping[str, Any] = field(default_factory=dict)  # of columns that lie elsewhere, by name
 
     @property
     def num_elements(self) -> int:
@@ -44,9 +50,58 @@ class PackedStore:
         if not self.verification.done:
             self._check_bounds(first, count)
         indices, offsets = range_indices(first, count)
+        with ExitStack() as held:
+            if not all(held.enter_context(file.held_whole()) for file in self.files.values()):
+                held.close()  # while all is held nothing is let go, and room may be needed
+                for file, numbers in self._blocks(first, count):
+                    held.enter_context(file.held(numbers))
+            return self._taken(indices, offsets, rows)
+
+    def _taken(self, indices: Indices, offsets: Indices, rows: Indices) -> Ragged:
         # Every index lies inside: as it was packed, or as was just seen. Take need not look at each of them.
         columns = {name: column.take(indices, mode="clip") for name, column in self.columns.items()}
         return Ragged(columns, offsets, rows)
+
+    def places(self, rows: Indices) -> "list[tuple[Any, Indices]]":
+        """Blocks of remote files that hold these samples; none: everything is here."""
+        if all(file.is_whole for file in self.files.values()):
+            return []
+        first, count = (np.asarray(self.table.columns[name][rows]) for name in ("first", "count"))
+        return self._blocks(first, count)
+
+    def _blocks(self, first: Array, count: Array) -> "list[tuple[Any, Indices]]":
+        if not self.files:
+            return []
+        found = []
+        for name, file in self.files.items():
+            size = self.columns[name].dtype.itemsize
+            found.append((file, touched(first * size, (first + count) * size, file.block)))
+        return found
+
+    def rows_of(self, file: Any, numbers: Indices) -> Indices:
+        """A sample in each block of a remote file."""
+        name = next(name for name, one in self.files.items() if one is file)
+        elements = numbers * (file.block // self.columns[name].dtype.itemsize)
+        return np.asarray(np.minimum(np.searchsorted(self.table.columns["first"], elements), len(self.table) - 1))
+
+    def block_rows(self) -> Indices:
+        """Samples at which the blocks of the widest column begin: what lies between two of them is fetched at once."""
+        widest = max(column.dtype.itemsize for column in self.columns.values())
+        starts = np.searchsorted(
+            self.table.columns["first"], np.arange(0, max(1, self.num_elements), block_bytes() // widest)
+        )
+        return np.unique(np.append(starts[starts < len(self.table)], 0)).astype(np.int64)
+
+    def keep(self) -> None:
+        """Everything, as long as this process lives."""
+        for name, file in self.files.items():
+            with console.progress(f"fetch {name}", file.num_blocks, "blocks") as bar:
+                for number in range(file.num_blocks):
+                    file.want([number])
+                for number in range(file.num_blocks):
+                    with file.held([number]):
+                        bar.advance()
+            file.keep()
 
     def _check_bounds(self, first: Array, count: Array) -> None:
         """Until all checksums were compared the table may be damaged."""
@@ -81,11 +136,14 @@ def open_store(path: Location) -> PackedStore:
     if table is None or len(table) != manifest["num_samples"]:
         raise UserError(f"The sample table in {path / 'table'} is missing or damaged: pack it again.")
     columns = {name: _map_column(path, name, kind, manifest["num_rows"]) for name, kind in manifest["columns"].items()}
-    return PackedStore(path, table, columns, manifest, verification)
+    files = {}
+    if isinstance(path, Url):
+        files = {name: remote_file(column_path(path, name)) for name, column in columns.items() if len(column)}
+    return PackedStore(path, table, columns, manifest, verification, files)
 
 
 def column_path(path: Location, name: str) -> Location:
-    return path / "columns" / f"{name}.bin"
+    return path / COLUMNS / f"{name}.bin"
 
 
 def _map_column(path: Location, name: str, kind: str, num_elements: int) -> Array:
@@ -99,6 +157,9 @@ def _map_column(path: Location, name: str, kind: str, num_elements: int) -> Arra
         )
     if not num_elements:
         return np.zeros(0, kind)  # there is nothing to map
+    if isinstance(file, Url):
+        mapped: Array = remote_file(file).array.view(kind)
+        return mapped
     # A plain array over the map: a memmap object would cost time in every operation on it.
     return np.asarray(np.memmap(open_local(file), dtype=kind, mode="r", shape=(num_elements,)))
 

@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +19,13 @@ import pyarrow.parquet as pq
 
 from stoker.data.bad_samples import BadShard
 from stoker.data.cache import ByteCache
-from stoker.data.locations import Location
+from stoker.data.locations import Location, remote_file
 from stoker.data.order import WindowOrder
-from stoker.data.parquet import ParquetSource, as_array, named_if_damaged, open_parquet
+from stoker.data.parquet import ParquetSource, as_array, group_bytes, groups_held, named_if_damaged, open_parquet
 from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices, Ragged, offsets_of, range_indices
 from stoker.data.samples import SampleTable, Subset
+from stoker.data.storage.urls import Url
 from stoker.errors import UserError
 
 READ_AHEAD = 4  # blocks
@@ -100,6 +102,40 @@ class WindowSource:
 
     def files_of(self, rows: Indices) -> str:
         return self._anywhere.files_of(rows)
+
+    def places(self, rows: Indices) -> list[tuple[Any, Indices]]:
+        """Blocks of remote files that hold what is decoded for these samples; none: they are local."""
+        if self._table.blocks is None or not isinstance(self._paths[0], Url):
+            return []
+        found: dict[int, list[Indices]] = {}
+        for number in np.unique(np.searchsorted(self._table.blocks, rows, side="right") - 1).tolist():
+            shard = self._shard_of(number)
+            if shard not in self._bad:
+                with suppress(BadShard):  # left to the batch that needs it, which names its samples
+                    found.setdefault(shard, []).append(self._blocks_of(number, shard))
+        return [(remote_file(self._paths[shard]), np.unique(np.concatenate(all_))) for shard, all_ in found.items()]
+
+    def missing(self, micro: MicroBatch) -> list[tuple[Any, Indices]]:
+        """The same, but for what is decoded already."""
+        if self._table.blocks is None or not len(micro.rows):
+            return []
+        numbers = np.searchsorted(self._table.blocks, micro.rows, side="right") - 1
+        key = micro.seed, micro.epoch
+        decoded = [number for number in np.unique(numbers).tolist() if self._cache.has((key, number))]
+        return self.places(micro.rows[~np.isin(numbers, decoded)])
+
+    def _blocks_of(self, number: int, shard: int) -> Indices:
+        """Of the remote file, for one block of row groups."""
+        blocks, columns = self._table.blocks, self._table.columns
+        assert blocks is not None
+        stop = int(blocks[number + 1]) if number + 1 < len(blocks) else len(self._table)
+        starts, metadata = self._anywhere.group_starts(shard), self._anywhere.metadata(shard)
+        first, last = int(columns["first"][blocks[number]]), int(columns["first"][stop - 1])
+        end = last + int(columns["count"][stop - 1])
+        low = int(np.searchsorted(starts, first, side="right")) - 1
+        high = max(int(np.searchsorted(starts, last, side="right")), int(np.searchsorted(starts, end, side="left"))) - 1
+        begin, end = group_bytes(metadata, low)[0], group_bytes(metadata, high)[1]
+        return np.array(remote_file(self._paths[shard]).blocks_of(begin, end - begin), np.int64)
 
     def _positions(self, rows: Indices) -> tuple[Indices, npt.NDArray[np.bool_]]:
         """Where in the subset these rows are, and which of them are in it at all."""
@@ -190,8 +226,10 @@ class WindowSource:
         starts, names, path = self._anywhere.group_starts(shard), list(self._types), self._paths[shard]
         low, high = (int(np.searchsorted(starts, row, side="right")) - 1 for row in (begin, last_first))
         try:
-            with named_if_damaged(path):
-                file = open_parquet(path, names, self._anywhere.metadata(shard))
+            last = max(high, int(np.searchsorted(starts, end, side="left")) - 1)
+            metadata = self._anywhere.metadata(shard)
+            with named_if_damaged(path), groups_held(path, metadata, low, last):
+                file = open_parquet(path, names, metadata)
                 parts = [file.read_row_groups(list(range(low, high + 1)), columns=names, use_threads=False)]
                 parts += _first_rows(file, high + 1, end - int(starts[high + 1]), names)
                 raw = {

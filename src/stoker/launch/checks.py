@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,19 @@ def check_same_data(run: RunFolder, data: RunData, overrides: Sequence[str]) -> 
     console.say("The data are not those that the run began with; going on, as asked.")
 
 
+def with_order(run: RunFolder, config: RunConfig) -> RunConfig:
+    """With the order of samples that the run began with: what a cache can hold may be another one now."""
+    began = next(read_events(run.events, Start), None)
+    order = began.data.get("order") if began else None
+    if config.loader.order != "auto" or order not in ("exact", "window", "window-first"):
+        return config
+    return replace(config, loader=replace(config.loader, order=order))
+
+
 def check_honoured(config: RunConfig, data: RunData, recipe: Recipe) -> None:
     """Keys that only some sources make use of are refused by the others, and those that a recipe has its own way for."""
     usual, usual_train = LoaderConfig(), TrainConfig()
-    for name in ("sample_cost", "bad_shards", "window"):
+    for name in ("sample_cost", "bad_shards", "window", "order"):
         if name not in data.honours and getattr(config.loader, name) != getattr(usual, name):
             raise UserError(f"loader.{name} means nothing to the data of the recipe {recipe.name}: leave it out.")
     for name, own in (("optimizer", recipe.optimizer), ("schedule", recipe.schedule)):

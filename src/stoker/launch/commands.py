@@ -18,9 +18,9 @@ from stoker.data.pack import PackRequest
 from stoker.data.quality import shuffle_quality
 from stoker.errors import Stopped, UserError
 from stoker.files import new_folder, write_bytes, write_json
-from stoker.launch import trust
+from stoker.launch import elsewhere, trust
 from stoker.launch.build import build_run, find_checkpoint, rebuild, trained
-from stoker.launch.checks import check_facts, check_same_data, check_same_split, check_unchanged
+from stoker.launch.checks import check_facts, check_same_data, check_same_split, check_unchanged, with_order
 from stoker.launch.targets import Target, find_recipe, resolve_target
 from stoker.recipe import Recipe, Trained
 from stoker.runs import schema as events
@@ -60,7 +60,9 @@ def start(target: Target, *, init_from: Path | None = None, allow_partial: bool 
     """A new run, from its first step to its last. Under torchrun a restarted run goes on from its last checkpoint."""
     config = target.config
     with _met() as ranks:
-        check_new_run(config.run.folder, config.run.name)  # before anything is packed or simulated for it
+        check_new_run(
+            elsewhere.working_root(config.run.folder), config.run.name
+        )  # before anything is packed or simulated for it
         weights = None if init_from is None else checkpoint.read_checkpoint(init_from).tensors["model"]
         run = build_run(target.recipe, config, ranks)
         if target.recipe.initialise is not None:
@@ -76,9 +78,9 @@ def start(target: Target, *, init_from: Path | None = None, allow_partial: bool 
             return _run(folder, target, run, ranks, resume_from=found)
 
 
-def resume(path: Path, overrides: list[str], *, trusted: bool = False) -> Outcome:
+def resume(path: Path | str, overrides: list[str], *, trusted: bool = False) -> Outcome:
     """Goes on from the last checkpoint as if nothing had happened. A changed key must be named in `overrides`."""
-    folder = open_run(path)
+    folder = open_run(elsewhere.here(path))
     target = resolve_target(str(folder.config), overrides, trusted=trusted)
     with _met() as ranks, _locked(folder, ranks):
         if any(event.state == "finished" for event in read_events(folder.events, events.End)):
@@ -90,7 +92,7 @@ def resume(path: Path, overrides: list[str], *, trusted: bool = False) -> Outcom
             console.say(f"{path} holds no checkpoint yet: starting it from the beginning.")
         else:
             check_unchanged(folder, found, target, overrides)
-        run = build_run(target.recipe, target.config, ranks)
+        run = build_run(target.recipe, with_order(folder, target.config), ranks)
         check_same_data(folder, run.data, overrides)
         if ranks.is_first:
             record_environment(folder)
@@ -98,17 +100,17 @@ def resume(path: Path, overrides: list[str], *, trusted: bool = False) -> Outcom
         return _run(folder, target, run, ranks, resume_from=found)
 
 
-def target_of(path: Path, overrides: list[str], *, trusted: bool = False) -> Target:
+def target_of(path: Path | str, overrides: list[str], *, trusted: bool = False) -> Target:
     """What a run stands for."""
-    return resolve_target(str(open_run(path).config), overrides, trusted=trusted)
+    return resolve_target(str(open_run(elsewhere.here(path)).config), overrides, trusted=trusted)
 
 
-def fork(path: Path, overrides: list[str], which: str, *, trusted: bool = False) -> Outcome:
+def fork(path: Path | str, overrides: list[str], which: str, *, trusted: bool = False) -> Outcome:
     """A new run with the weights and moments of another, its own overrides, and a new schedule from step 0."""
-    old = open_run(path)
+    old = open_run(elsewhere.here(path))
     target = resolve_target(str(old.config), overrides, trusted=trusted)
     with _met() as ranks:
-        check_new_run(target.config.run.folder, target.config.run.name)
+        check_new_run(elsewhere.working_root(target.config.run.folder), target.config.run.name)
         run = build_run(target.recipe, target.config, ranks)
         found = find_checkpoint(old, which, run.task.goal)
         folder, _ = _run_folder(target, ranks)
@@ -116,9 +118,9 @@ def fork(path: Path, overrides: list[str], which: str, *, trusted: bool = False)
             return _run(folder, target, run, ranks, take_over=found)
 
 
-def evaluate_run(path: Path, which: str, weights: str, overrides: list[str], *, trusted: bool = False) -> Outcome:
+def evaluate_run(path: Path | str, which: str, weights: str, overrides: list[str], *, trusted: bool = False) -> Outcome:
     """Metrics of a checkpoint, with averaged or raw weights, on the run's validation samples or on other data."""
-    folder = open_run(path)
+    folder = open_run(elsewhere.here(path))
     target = _for_use(folder, overrides, "an evaluation", trusted=trusted)
     with _met() as ranks:
         run = build_run(target.recipe, target.config, ranks)
@@ -173,7 +175,7 @@ def _report(folder: RunFolder, recipe: Recipe, model: Trained, run: Run, metrics
 
 
 def predict(
-    path: Path,
+    path: Path | str,
     source: Path | None,
     out: Path | None,
     which: str,
@@ -183,7 +185,7 @@ def predict(
     trusted: bool = False,
 ) -> Any:
     """Answers of a checkpoint for a data set, written to a file."""
-    folder = open_run(path)
+    folder = open_run(elsewhere.here(path))
     if source is not None:
         overrides = [*overrides, "--data.path", str(source)]
     target = _for_use(folder, overrides, "a prediction", trusted=trusted)
@@ -196,9 +198,11 @@ def predict(
         return target.recipe.predict(model, out)
 
 
-def export(path: Path, out: Path, samples: Path | None, which: str, weights: str, *, trusted: bool = False) -> Any:
+def export(
+    path: Path | str, out: Path, samples: Path | None, which: str, weights: str, *, trusted: bool = False
+) -> Any:
     """The model of a checkpoint as one file for other programs, checked against PyTorch."""
-    folder = open_run(path)
+    folder = open_run(elsewhere.here(path))
     target = _for_use(folder, ["--run.device", "cpu"], "an export", trusted=trusted)
     if target.recipe.export is None:
         raise UserError(f"The recipe {target.recipe.name} has no export.")
@@ -233,7 +237,7 @@ def pack_data(recipe_name: str, request: PackRequest) -> Mapping[str, Any]:
     request = replace(request, rank=rank, num_ranks=num_ranks)
     if recipe.pack is None:
         raise UserError(f"The recipe {recipe.name} has nothing to pack.")
-    return recipe.pack(request)
+    return elsewhere.packed(request, recipe.pack)
 
 
 @contextmanager
@@ -265,13 +269,15 @@ def _run_folder(target: Target, ranks: Ranks) -> tuple[RunFolder, bool]:
     """The run's folder on every rank, and whether it was there before: torchrun restarts us under the same id."""
     config, job = target.config, os.environ.get("TORCHELASTIC_RUN_ID", "none")
     name = "-".join(word for word in (config.recipe.replace(":", "-"), job, config.run.name) if word)
-    fixed = config.run.folder / name if job != "none" else None
+    root = elsewhere.working_root(config.run.folder)
+    fixed = root / name if job != "none" else None
     if fixed is not None and parallel.from_first((fixed / "config.yaml").is_file()):
         console.say(f"{fixed} exists: going on with it.")
         return open_run(fixed), True
     made = None
     if ranks.is_first:
-        made = create_run(config.run.folder, config.recipe, config.run.name, settings.as_yaml(config), fixed)
+        made = create_run(root, config.recipe, config.run.name, settings.as_yaml(config), fixed)
+        elsewhere.keep_elsewhere(made, config.run.folder)
         trust.keep_place(made, target.module)
     return parallel.from_first(made), False
 
@@ -286,6 +292,7 @@ def _run(
 ) -> Outcome:
     config = target.config
     with (
+        elsewhere.mirrored(folder, is_first=ranks.is_first),
         EventLog(folder.events if ranks.is_first else Path(os.devnull)) as log,
         _logged_to(folder, ranks),
         _end_recorded(log),

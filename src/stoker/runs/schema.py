@@ -82,6 +82,7 @@ class LoaderTimes(Event):
     wait_p99_ms: float
     ready: float  # mean number of micro-batches that lay ready when the next was asked for
     stages: dict[str, dict[str, float]]  # name -> busy_s, p50_ms, p99_ms, bytes, count
+    storage: dict[str, float] = field(default_factory=dict)  # of data elsewhere: what docs/storage.md lists
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,7 @@ class Engine:
             if 2 * samples >= usual:
                 self.watch.look_at(number, loss)
         self._write_step(reading, lr)
-        self.log.write(events.LoaderTimes(step=self.step, **run.training.times.read()))
+        self.log.write(events.LoaderTimes(step=self.step, **run.training.read_times()))
         if run.ranks.is_first:  # what others found is asked for at the next evaluation
             self._write_left_out(run.data.bad_samples.drain())
         metric = "" if self.score is None else f"  {self.task.metric} {self.score:.4f}"

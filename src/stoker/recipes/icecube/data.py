@@ -15,18 +15,20 @@ from stoker.data import samples, store
 from stoker.data.bad_samples import BadSamples, Quarantine
 from stoker.data.cache import cache_folder, cache_lock, free_bytes
 from stoker.data.loader import LoaderConfig
-from stoker.data.locations import DataPath, Location, is_file
+from stoker.data.locations import DataPath, Location, is_file, named
 from stoker.data.pack import pack
 from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices
 from stoker.data.samples import SampleTable, Split, Subset, split_by_hash, split_by_shard, whole
 from stoker.data.source import Content, RunData
 from stoker.data.stages import Stage
+from stoker.data.storage.urls import Url
 from stoker.data.store import PackedStore, is_store, open_store
 from stoker.errors import UserError
 from stoker.recipe import RunConfig
 from stoker.recipes.icecube import events
 from stoker.recipes.icecube.batch import EventBatch
+from stoker.recipes.icecube.content import contents_of
 from stoker.recipes.icecube.graphnet import as_layout, loose_facts
 from stoker.recipes.icecube.simulate import simulate
 from stoker.recipes.icecube.sources import (
@@ -35,7 +37,6 @@ from stoker.recipes.icecube.sources import (
     PackedEvents,
     ResidentEvents,
     check_window,
-    contents_of,
 )
 from stoker.recipes.icecube.table import Part, check_layout, open_events
 from stoker.recipes.icecube.truth import targets
@@ -75,7 +76,7 @@ class IceCubeData:
             found["only_present"] = "all files of a simulated set are there"
         if self.mode in ("direct", "packed"):
             found["resident_share"] = f"data.mode is {self.mode}"
-        if self.mode in ("packed", "resident"):
+        if self.mode in ("packed", "resident") and not isinstance(self.path, Url):
             found["loader.window"] = f"data.mode is {self.mode}, whose order is exact"
         return found
 
@@ -94,6 +95,7 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         "training": len(split.training),
         "validation": len(split.validation),
         "fingerprint": _fingerprint(table, truth),
+        **({"order": source.kind_of_order} if source.kind_of_order != "exact" else {}),
         "left_out": {table.shards[shard]: reason for shard, reason in quarantine.shards.items()},
     }
     return RunData(
@@ -107,10 +109,11 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         description=description,
         facts=events.open_geometry(root).facts(),
         loose_facts=loose_facts(run.data.path),
-        honours=frozenset({"sample_cost", "bad_shards", "window"}),
+        honours=frozenset({"sample_cost", "bad_shards", "window", "order"}),
         bad_samples=bad_samples,
         bytes_per_cost=BYTES_PER_PULSE,
         cache_bytes=source.cache_bytes,
+        ahead=source.ahead(split.training),
     )
 
 
@@ -136,7 +139,7 @@ def open_all(run: RunConfig) -> RunData:
     root = data_root(run)
     source: EventSource
     if is_store(root):
-        source = PackedEvents(open_store(root))
+        source = PackedEvents(open_store(root), run.loader)
     else:
         part: Part = "test" if is_file(root / "test_meta.parquet") else "train"
         source = DirectEvents(root, open_events(root, part=part, only_present=run.data.only_present), run.loader)
@@ -169,7 +172,7 @@ def load_rows(stages: Sequence[Stage], rows: Indices, device: torch.device) -> E
 def data_root(run: RunConfig) -> Location:
     """The user's directory, or simulated events in the cache, made on first use."""
     if run.data.path is not None:
-        return as_layout(Location(run.data.path), run.data.pulses, run.data.truth)
+        return as_layout(named(run.data.path), run.data.pulses, run.data.truth)
     on_gpu = run.run.device != "cpu" and torch.cuda.is_available()
     return _simulated(run.data.simulate_events, run.data.simulate_files, run.run.seed, "cuda" if on_gpu else "cpu")
 
@@ -189,7 +192,7 @@ def _open(
         if config.mode == "direct":
             raise UserError(f"data.mode is direct, and {root} is a packed store: use packed or auto.")
         events.open_geometry(root)
-        return _of_store(open_store(root), config, device)
+        return _of_store(open_store(root), config, loader, device)
     check_layout(root)
     events.open_geometry(root)  # before anything that takes long
     table = open_events(root, only_present=config.only_present)
@@ -198,11 +201,11 @@ def _open(
     if config.mode == "direct" or (config.mode == "auto" and not _may_pack(root, table)):
         check_window(table, loader)
         return table, lambda training: DirectEvents(root, table, loader, training)
-    return _of_store(_packed_copy(root, table, loader), config, device)
+    return _of_store(_packed_copy(root, table, loader), config, loader, device)
 
 
 def _of_store(
-    packed: PackedStore, config: IceCubeData, device: torch.device
+    packed: PackedStore, config: IceCubeData, loader: LoaderConfig, device: torch.device
 ) -> tuple[SampleTable, Callable[[Subset], EventSource]]:
     fits = device.type == "cuda" and packed.num_bytes <= config.resident_share * torch.cuda.mem_get_info(device)[0]
     if config.mode == "resident" and not fits:
@@ -211,11 +214,14 @@ def _of_store(
             f"{config.resident_share} of the GPU's free memory. Use packed, or raise data.resident_share."
         )
     resident = fits and config.mode in ("auto", "resident")
-    return packed.table, lambda training: ResidentEvents(packed, device) if resident else PackedEvents(packed)
+    return packed.table, lambda training: ResidentEvents(packed, device) if resident else PackedEvents(packed, loader)
 
 
 def _may_pack(root: Location, table: SampleTable) -> bool:
-    """Whether there is a packed copy, or room for one with as much again to spare."""
+    """Whether there is a packed copy, or room for one with as much again to spare; remote files are not copied first."""
+    if isinstance(root, Url):
+        console.say(f"Reading {root} directly; `stoker pack icecube {root} OUT` makes a store that is read faster.")
+        return False
     if is_store(_copy_path(table)):
         return True
     if table.unreadable:

@@ -105,7 +105,7 @@ def _encode(path: Location, table: SampleTable, rows: Indices, num_sensors: int,
     for begin, end in _stretches(count, 1 << 20):
         take, offsets = range_indices(first[begin:end], count[begin:end])
         pulses = {name: column[take] for name, column in raw.items()}
-        check_pulses(path.parents[1], table, Ragged(pulses, offsets, rows[begin:end]), num_sensors)
+        check_pulses(path.parent.parent, table, Ragged(pulses, offsets, rows[begin:end]), num_sensors)
         event = sample_of_element(offsets)
         order, is_first = group_by_dom(pulses["sensor_id"], event)
         flags = np.where(pulses["auxiliary"][order], AUXILIARY, 0) | np.where(is_first, FIRST_OF_DOM, 0)

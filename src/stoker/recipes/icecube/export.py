@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stoker.data.locations import Location
+from stoker.data.locations import named
 from stoker.errors import UserError
 from stoker.recipe import Trained
 from stoker.recipes.icecube.attention import exporting
@@ -73,7 +73,7 @@ def _events(model: Trained, samples: Path | None) -> list[EventBatch]:
     """One event alone, and several together: both must give the same answers."""
     config = model.config
     if samples is not None:
-        config = replace(config, data=replace(config.data, path=Location(samples)))
+        config = replace(config, data=replace(config.data, path=named(samples)))
     data = open_all(config)
     if not np.array_equal(geometry_of(data.facts).xyz, model.task.sensor_xyz.numpy()):
         raise UserError(f"The detector of {data.description['path']} is not the one that the run was trained for.")

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from stoker import console
 from stoker.data.cache import cache_folder, cache_lock
-from stoker.data.locations import Location, identity, is_file, is_folder, stat
+from stoker.data.locations import Location, identity, is_file, is_folder, named, stat
 from stoker.errors import UserError
 from stoker.files import new_folder
 from stoker.recipes.icecube.events import TRUTH
@@ -65,7 +65,7 @@ def is_foreign(path: Location) -> bool:
 
 def loose_facts(path: Location | None) -> frozenset[str]:
     """Of files whose pulses say where they are the detector is what occurs: another file may know other sensors."""
-    foreign = path is not None and is_foreign(Location(path))
+    foreign = path is not None and is_foreign(named(path))
     return frozenset({"sensor_xyz", "efficiency"}) if foreign else frozenset()
 
 
@@ -82,7 +82,7 @@ def as_layout(path: Location, pulses: str | None = None, truth: str | None = Non
             raise UserError(f"data.{name} names a table of a GraphNeT database, and {path} is none.")
         return path
     digest = hashlib.sha256(f"{VERSION} {pulses} {truth} {identity(path)}".encode())
-    journal = path.with_name(f"{path.name}-wal")  # what was committed and is not in the database yet
+    journal = path.parent / f"{path.name}-wal"  # what was committed and is not in the database yet
     for file in (
         [path, *([journal] if is_file(journal) else [])]
         if is_file(path)

@@ -5,9 +5,8 @@ a batch on the host; what it becomes on the device is in `batch`.
 """
 
 # E events, D DOMs hit, P pulses
-import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,8 +23,10 @@ from stoker.data.parquet import ParquetSource
 from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices, Ragged, offsets_of, sample_of_element
 from stoker.data.samples import SampleTable, Subset, block_positions
-from stoker.data.source import Content, EpochOrder, Source
+from stoker.data.source import Ahead, EpochOrder, Source
 from stoker.data.stages import Stage
+from stoker.data.storage.orders import Choice, check_budget, choose_order, fetch_stage, fetched_ahead, remote_order
+from stoker.data.storage.urls import Url
 from stoker.data.store import PackedStore
 from stoker.data.thin import kept_elements, thin
 from stoker.data.window import WindowSource
@@ -54,6 +55,7 @@ class EventSource(Protocol):
     table: SampleTable
     path: Location
     cache_bytes: int  # of the RAM budget, for what is kept and for what decoding needs
+    kind_of_order: Choice
 
     def order(self, subset: Subset) -> EpochOrder:
         """The order in which a subset is trained on."""
@@ -65,6 +67,9 @@ class EventSource(Protocol):
         """
 
     def files_of(self, rows: Indices) -> str: ...
+
+    def ahead(self, subset: Subset) -> Ahead | None:
+        """What fetches samples that lie elsewhere before they are needed."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +89,16 @@ class DirectEvents:
     """The competition's Parquet files as they are; a subset to train on comes in a window order."""
 
     mode = "direct"
+    kind_of_order: Choice = "exact"  # of its kind: there is only one
 
     def __init__(
         self, root: Location, table: SampleTable, loader: LoaderConfig, training: Subset | None = None
     ) -> None:
         self.path, self.table, self._loader = root, table, loader
+        if loader.order not in ("auto", "window"):
+            raise UserError(
+                f"loader.order is {loader.order}, and files that are read directly come in a window order only."
+            )
         self._num_sensors = len(events.open_geometry(root))
         kept = _kept_bytes(loader, table)
         self.cache_bytes = kept + _decoding_bytes(loader, table)
@@ -107,7 +117,9 @@ class DirectEvents:
         return lambda seed, epoch: WindowOrder(blocks, len(subset), window, seed, epoch)
 
     def stages(self, sample_cost: int | None, quarantine: Quarantine, truth: Array | None) -> list[Stage]:
-        return _reading_stages(self.table, self.gather, sample_cost, quarantine, truth)
+        places = self._source.missing if isinstance(self._source, WindowSource) else None
+        stages = _reading_stages(self.table, self.gather, sample_cost, quarantine, truth)
+        return [fetch_stage(places), *stages] if places and isinstance(self.path, Url) else stages
 
     def gather(self, micro: MicroBatch) -> Pulses:
         found = self._source.gather(micro)
@@ -116,6 +128,11 @@ class DirectEvents:
 
     def files_of(self, rows: Indices) -> str:
         return self._source.files_of(rows)
+
+    def ahead(self, subset: Subset) -> Ahead | None:
+        if not isinstance(self.path, Url) or not isinstance(self._source, WindowSource):
+            return None
+        return fetched_ahead(self._source.places, kept_for=self._loader.window)
 
 
 def check_window(table: SampleTable, loader: LoaderConfig) -> None:
@@ -152,14 +169,33 @@ class PackedEvents:
     mode = "packed"
     cache_bytes = 0
 
-    def __init__(self, store: PackedStore) -> None:
-        self.path, self.table, self._store = store.path, store.table, store
+    def __init__(self, store: PackedStore, loader: LoaderConfig) -> None:
+        self.path, self.table, self._store, self._loader = store.path, store.table, store, loader
+        self.kind_of_order: Choice = "exact"
+        if isinstance(store.path, Url):
+            self.kind_of_order = choose_order(loader.order, store.num_bytes, in_blocks=True)
+        elif loader.order != "auto":
+            self.kind_of_order = loader.order
 
     def order(self, subset: Subset) -> EpochOrder:
-        return _exact_order(subset)
+        if self.kind_of_order == "exact":
+            return _exact_order(subset)
+        if isinstance(self.path, Url):
+            check_budget(self.table, subset, self._store.num_bytes, self._loader)
+        table = replace(self.table, blocks=self._store.block_rows())
+        return remote_order(self.kind_of_order, table, subset, self._loader, str(self.path))
+
+    def ahead(self, subset: Subset) -> Ahead | None:
+        if not isinstance(self.path, Url):
+            return None
+        kept_for = self._loader.window if self.kind_of_order == "window" else None
+        return fetched_ahead(self._store.places, kept_for=kept_for, rows_of=self._store.rows_of)
 
     def stages(self, sample_cost: int | None, quarantine: Quarantine, truth: Array | None) -> list[Stage]:
-        return _reading_stages(self.table, self.gather, sample_cost, quarantine, truth)
+        stages = _reading_stages(self.table, self.gather, sample_cost, quarantine, truth)
+        if not isinstance(self.path, Url):
+            return stages
+        return [fetch_stage(lambda micro: self._store.places(micro.rows)), *stages]
 
     def gather(self, micro: MicroBatch) -> Pulses:
         found = self._store.gather(micro)
@@ -171,28 +207,6 @@ class PackedEvents:
 
     def files_of(self, rows: Indices) -> str:
         return self._store.files_of(rows)
-
-
-def contents_of(source: "DirectEvents | PackedEvents", rows: Indices) -> Iterator[Content]:
-    """Pulses of each event, whatever its name; in the order of the rows."""
-    troubles: dict[int, str] = {}
-    while True:
-        readable = rows[~np.isin(source.table.columns["shard"][rows], list(troubles))]
-        try:
-            pulses = source.gather(MicroBatch(readable)).ragged
-            break
-        except BadShard as error:
-            troubles[error.shard] = str(error)
-    place = {row: number for number, row in enumerate(pulses.rows.tolist())}
-    for row in rows.tolist():
-        if row not in place:
-            yield Content(trouble=troubles[int(source.table.columns["shard"][row])])
-            continue
-        inside = slice(int(pulses.offsets[place[row]]), int(pulses.offsets[place[row] + 1]))
-        digest = hashlib.blake2b(digest_size=16)
-        for name in ("time", "charge", "sensor"):
-            digest.update(np.ascontiguousarray(pulses.columns[name][inside]).tobytes())
-        yield Content(digest.digest())
 
 
 def _exact_order(subset: Subset) -> EpochOrder:
@@ -251,9 +265,11 @@ class ResidentEvents:
 
     mode = "resident"
     cache_bytes = 0
+    kind_of_order: Choice = "exact"
 
     def __init__(self, store: PackedStore, device: torch.device) -> None:
         self.path, self.table, self._store = store.path, store.table, store
+        store.keep()
         self.columns = {name: _on_device(column, device) for name, column in store.columns.items()}
 
     def order(self, subset: Subset) -> EpochOrder:
@@ -264,6 +280,9 @@ class ResidentEvents:
 
     def files_of(self, rows: Indices) -> str:
         return self._store.files_of(rows)
+
+    def ahead(self, subset: Subset) -> Ahead | None:
+        return None  # everything is here
 
     def request(self, micro: MicroBatch, sample_cost: int | None, truth: Array | None = None) -> "ResidentRequest":
         """What the device needs to know; the only part that is done on the host."""

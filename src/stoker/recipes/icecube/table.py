@@ -20,10 +20,11 @@ import pyarrow.parquet as pq
 from stoker import console
 from stoker.data.cache import cache_folder, cache_lock
 from stoker.data.loader import LoaderConfig
-from stoker.data.locations import Location, identity, is_file, is_folder, list_folder, stat
-from stoker.data.parquet import as_array, group_starts_of, named_if_damaged, open_parquet
+from stoker.data.locations import Location, identity, is_file, is_folder, list_folder, listed_once, stat
+from stoker.data.parquet import as_array, group_starts_of, named_if_damaged, open_parquet, read_footer
 from stoker.data.ragged import Array, Indices, range_indices
 from stoker.data.samples import SampleTable, TableWriter, new_table, open_table
+from stoker.data.storage.urls import Url
 from stoker.errors import UserError
 from stoker.recipes.icecube.events import LABELS, PULSE_COLUMNS
 
@@ -37,6 +38,7 @@ TARGETS: dict[str, npt.DTypeLike] = {"azimuth": np.float64, "zenith": np.float64
 PULSE_FILE = re.compile(r"batch_.*\.parquet")
 EVENT_ID = "event_id"  # of every pulse
 BLOCK_ROWS = 1 << 20
+FOOTERS_AT_ONCE = 16  # of remote files
 MOST_PULSES = 2**31 - 1  # of an event
 Part = Literal["train", "test"]  # of the competition's files; those of `test` have no targets
 
@@ -45,6 +47,11 @@ def open_events(
     root: Location, cache: Path | None = None, part: Part = "train", *, only_present: bool = False
 ) -> SampleTable:
     """The table of all events below `root`, or of those whose files are there; made anew when the files changed."""
+    with listed_once(root):
+        return _open_events(root, cache, part, only_present=only_present)
+
+
+def _open_events(root: Location, cache: Path | None, part: Part, *, only_present: bool) -> SampleTable:
     check_layout(root, part)
     fingerprint = _fingerprint(root, part, only_present=only_present)
     words = f"{identity(root)}{'' if part == 'train' else part}{' present' if only_present else ''}"
@@ -187,13 +194,19 @@ def _batch_numbers(meta: pq.ParquetFile, path: Location) -> tuple[Indices, Indic
 
 def _row_group_starts(root: Location, shards: list[str]) -> tuple[list[Indices], dict[int, str]]:
     """Rows at which the row groups of each file begin; files that cannot be opened are taken for endless."""
-    starts, unreadable = [], {}
-    for number, shard in enumerate(shards):
+
+    def footer(shard: str) -> Indices | UserError:
         try:
-            starts.append(group_starts_of(open_parquet(root / shard, list(PULSE_COLUMNS)).metadata))
+            return group_starts_of(read_footer(root / shard, list(PULSE_COLUMNS)))
         except UserError as error:
-            unreadable[number] = str(error)
-            starts.append(np.array([0, np.iinfo(np.int64).max]))
+            return error
+
+    starts, unreadable = [], {}
+    with ThreadPoolExecutor(FOOTERS_AT_ONCE if isinstance(root, Url) else 1, "footers") as pool:
+        for number, found in enumerate(pool.map(footer, shards)):
+            if isinstance(found, UserError):
+                unreadable[number] = str(found)
+            starts.append(np.array([0, np.iinfo(np.int64).max]) if isinstance(found, UserError) else found)
     return starts, unreadable
 
 
@@ -202,6 +215,11 @@ def _check_event_ids(
 ) -> None:
     """Compares the event of every pulse with the table, once, so that no epoch has to."""
     assert writer.shard_starts is not None, "the table is in the order of the files"
+    if isinstance(root, Url):
+        console.say(
+            f"{root} lies elsewhere: whether every pulse belongs to its event is not compared, which would fetch all."
+        )
+        return
     borders = writer.shard_starts
 
     def problem(shard: int) -> str | None:

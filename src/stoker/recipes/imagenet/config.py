@@ -7,6 +7,7 @@ from pydantic import Field
 from tyro.conf import FlagCreatePairsOff
 
 from stoker.data.locations import DataPath
+from stoker.data.storage.urls import Url
 from stoker.recipes.imagenet.broken import Policy
 from stoker.settings import AlsoCalled, config
 
@@ -57,7 +58,8 @@ class ImageNetData:
     def without_effect(self) -> dict[str, str]:
         """Keys that change nothing beside the others, and why."""
         found = {"smallest_crop" if self.crop == "shift" else "shift": f"data.crop is {self.crop}"}
-        found["loader.window"] = "the order of images is exact, wherever they lie"
+        if not isinstance(self.path, Url):
+            found["loader.window"] = "the order of local images is exact"
         if self.first_size is None:
             found["grown_after"] = "data.first_size is not set"
         if not self.rand_augment:

@@ -2,6 +2,7 @@
 
 # B images of a micro-batch
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +66,12 @@ class Decoder:
         return Helper(self._decode_on_gpu, lambda: self._gpu.works)
 
     def make(self, training: bool, micro: MicroBatch) -> HostImages:
+        with ExitStack() as held:  # processes read what lies in the cache, and fetch nothing themselves
+            for file, numbers in self._chosen.images.reader.places(micro.rows):
+                held.enter_context(file.held(numbers))
+            return self._made(training, micro)
+
+    def _made(self, training: bool, micro: MicroBatch) -> HostImages:
         asked = _Asked(micro, training)
         if self._processes is None:
             nowhere = memoryview(b"")

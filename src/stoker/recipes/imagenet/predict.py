@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stoker import console
-from stoker.data.locations import Location, is_file, is_folder, read, stat, walk
+from stoker.data.locations import Location, is_file, is_folder, named, read, stat, walk
 from stoker.errors import MachineError, UserError
 from stoker.files import write_bytes
 from stoker.recipe import Trained
@@ -48,7 +48,7 @@ def predict(model: Trained, out: Path | None) -> Mapping[str, Any]:
         raise UserError(f"--out {out} should end in .csv.")
     if out is not None and out.exists():
         raise UserError(f"{out} exists, and nothing is overwritten: remove it, or name another --out.")
-    paths = find_images(Path(source))
+    paths = find_images(named(source))
 
     def answer(first: int, stop: int, advance: Callable[[int], None]) -> pa.Table:
         return _classes_of(model, paths[first:stop], advance)
@@ -85,7 +85,7 @@ def _schema(model: Trained) -> pa.Schema:
     return pa.schema([("image", pa.string()), *answers])
 
 
-def _classes_of(model: Trained, paths: list[Path], advance: Callable[[int], None]) -> pa.Table:
+def _classes_of(model: Trained, paths: list[Location], advance: Callable[[int], None]) -> pa.Table:
     """A row for each image that can be decoded."""
     schema, names = _schema(model), model.task.classes.names
     best = (len(schema) - 1) // 2

@@ -9,15 +9,30 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from stoker import console
 from stoker.data import checksums
 from stoker.data.cache import cache_folder, cache_lock
-from stoker.data.locations import Location, identity, is_file, is_folder, list_folder, open_local, read, walk
+from stoker.data.locations import (
+    Location,
+    identity,
+    is_file,
+    is_folder,
+    list_folder,
+    listed_once,
+    new_remote_file,
+    open_local,
+    read,
+    remote_file,
+    walk,
+)
 from stoker.data.ragged import Array, Indices
 from stoker.data.samples import SampleTable, new_table, open_table
+from stoker.data.storage.blocks import touched
+from stoker.data.storage.urls import Found, Url
 from stoker.errors import UserError
 from stoker.recipes.imagenet.classes import ClassMap, class_map, listed
 from stoker.recipes.imagenet.flat import flat_folder, flat_labels
@@ -37,6 +52,9 @@ class Reader(Protocol):
     def read(self, row: int) -> bytes: ...
 
     def name(self, row: int) -> str: ...
+
+    def places(self, rows: Indices) -> list[tuple[Any, Indices]]:
+        """Blocks of remote files that hold these samples; none: they are local."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +81,11 @@ class _Found:
 
 def open_images(root: Location, *, keep_damaged: bool = False) -> Images:
     """`keep_damaged`: a tar that is damaged gives what can be found in it, instead of an error."""
+    with listed_once(root):
+        return _open_images(root, keep_damaged=keep_damaged)
+
+
+def _open_images(root: Location, *, keep_damaged: bool) -> Images:
     if not is_folder(root):
         raise UserError(f"The data directory {root} does not exist.")
     if is_file(root / MANIFEST):
@@ -78,6 +101,7 @@ def _open_folders(root: Location) -> Images:
     counts: dict[int, dict[str, int]] = {0: {}, 1: {}}
     shards: list[str] = []
     names: list[list[str]] = []
+    tags: list[list[str]] = []
     found: list[_Found] = []
     strange: list[str] = []
     flat = None if parts[1] is None else flat_folder(parts[1])
@@ -88,21 +112,23 @@ def _open_folders(root: Location) -> Images:
             if folder / label == parts[1]:
                 continue
             listed_files = list(_files(folder / label))
-            strange += [f"{folder / label / name}" for name, _ in listed_files if name.lower().endswith(NOT_READ)]
+            strange += [f"{folder / label / name}" for name, _, _ in listed_files if name.lower().endswith(NOT_READ)]
             entries = sorted(one for one in listed_files if not one[0].lower().endswith(NOT_READ))
             counts[part][label] = len(entries)
-            for number, (name, size) in enumerate(entries):
+            for number, (name, size, _) in enumerate(entries):
                 found.append(_Found(len(shards), number, size, label, part, name))
             shards.append(label if folder == root else f"{folder.name}/{label}")
-            names.append([name for name, _ in entries])
+            names.append([name for name, _, _ in entries])
+            tags.append([tag for _, _, tag in entries])
     if flat is not None:
         listed_files = sorted(one for one in _files(flat) if not one[0].lower().endswith(NOT_READ))
-        labels = flat_labels(root, flat, [name for name, _ in listed_files])
-        for number, (name, size) in enumerate(listed_files):
+        labels = flat_labels(root, flat, [name for name, _, _ in listed_files])
+        for number, (name, size, _) in enumerate(listed_files):
             counts[1][labels[name]] = counts[1].get(labels[name], 0) + 1
             found.append(_Found(len(shards), number, size, labels[name], 1, name))
-        shards.append(str(flat.relative_to(root)))
-        names.append([name for name, _ in listed_files])
+        shards.append(flat.name if flat.parent == root else f"{flat.parent.name}/{flat.name}")
+        names.append([name for name, _, _ in listed_files])
+        tags.append([tag for _, _, tag in listed_files])
     if not counts[0]:
         raise UserError(
             f"{root} holds no images: expected train/CLASS/image.jpg and val/CLASS/image.jpg, tar shards, or the output of "
@@ -117,7 +143,7 @@ def _open_folders(root: Location) -> Images:
     if parts[1] is not None:
         classes.check(counts[1], str(parts[1]))
     table = _table(root, "folders", shards, found, classes)
-    return Images(table, FolderReader(root, table, names), classes, parts[1] is not None)
+    return Images(table, FolderReader(root, table, names, tags), classes, parts[1] is not None)
 
 
 def _is_shown(name: str) -> bool:
@@ -125,13 +151,13 @@ def _is_shown(name: str) -> bool:
     return not name.startswith((".", "__"))
 
 
-def _files(folder: Location) -> Iterator[tuple[str, int]]:
-    """Names and sizes of all images below a class folder, however deep, also of those that cannot be read."""
+def _files(folder: Location) -> Iterator[tuple[str, int, str]]:
+    """Names, sizes and versions of all images below a class folder, however deep, also of those that cannot be read."""
     for name, found in walk(folder):
         if name.lower().endswith((*ENDINGS, *NOT_READ)):
             if not found.is_plain:
                 raise UserError(f"{folder / name} is no plain file, and an image is needed there.")
-            yield name, found.size
+            yield name, found.size, found.tag
 
 
 def _tars(root: Location) -> list[str]:
@@ -213,11 +239,31 @@ def _open_packed(root: Location) -> Images:
 class FolderReader:
     """One file a sample."""
 
-    def __init__(self, root: Location, table: SampleTable, names: list[list[str]]) -> None:
-        self._root, self._table, self._names = root, table, names
+    def __init__(self, root: Location, table: SampleTable, names: list[list[str]], tags: list[list[str]]) -> None:
+        self._root, self._table, self._names, self._tags = root, table, names, tags
+        self._files: WeakValueDictionary[int, Any] = WeakValueDictionary()  # one of a million is not remembered
 
     def read(self, row: int) -> bytes:
+        if isinstance(self._root, Url):
+            file = self._file(row)
+            content: bytes = file.read(0, file.size)
+            file.read_once()
+            return content
         return read(self._location(row))
+
+    def places(self, rows: Indices) -> list[tuple[Any, Indices]]:
+        if not isinstance(self._root, Url):
+            return []
+        return [(file, np.arange(file.num_blocks)) for file in map(self._file, rows.tolist())]
+
+    def _file(self, row: int) -> Any:
+        file = self._files.get(row)
+        if file is None:
+            columns = self._table.columns
+            tag = self._tags[int(columns["shard"][row])][int(columns["first"][row])]
+            file = new_remote_file(self._location(row), Found("", int(columns["count"][row]), tag))
+            file = self._files.setdefault(row, file)
+        return file
 
     def name(self, row: int) -> str:
         return str(self._location(row))
@@ -233,16 +279,39 @@ class RangeReader:
     def __init__(self, root: Location, table: SampleTable, verification: checksums.Verification | None = None) -> None:
         self._root, self._table, self._verification = root, table, verification
         self._maps: dict[int, Array] = {}
+        # All of them now: processes that are forked later find them.
+        self._files = [remote_file(root / shard) for shard in table.shards] if isinstance(root, Url) else []
 
     def read(self, row: int) -> bytes:
         if self._verification is not None:
             self._verification.check()
         columns = self._table.columns
         shard, first, count = int(columns["shard"][row]), int(columns["first"][row]), int(columns["count"][row])
+        if self._files:
+            content: bytes = self._files[shard].read(first, count)
+            return content
         mapped = self._maps.get(shard)
         if mapped is None:
             mapped = self._maps[shard] = np.memmap(open_local(self._root / self._table.shards[shard]), np.uint8, "r")
         return mapped[first : first + count].tobytes()
+
+    def places(self, rows: Indices) -> list[tuple[Any, Indices]]:
+        if not self._files:
+            return []
+        shard, first, count = (np.asarray(self._table.columns[name][rows]) for name in ("shard", "first", "count"))
+        found = []
+        for number in np.unique(shard).tolist():
+            mine, file = shard == number, self._files[number]
+            found.append((file, touched(first[mine], first[mine] + count[mine], file.block)))
+        return found
+
+    def rows_of(self, file: Any, numbers: Indices) -> Indices:
+        """A sample in each block of a remote file."""
+        shard, starts = self._files.index(file), self._table.shard_starts
+        assert starts is not None, "a table of tars or of a packed set is in their order"
+        first = self._table.columns["first"][starts[shard] : starts[shard + 1]]
+        inside = np.minimum(np.searchsorted(first, numbers * file.block), max(0, len(first) - 1))
+        return np.asarray(starts[shard] + inside)
 
     def name(self, row: int) -> str:
         columns = self._table.columns

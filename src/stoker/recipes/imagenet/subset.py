@@ -8,7 +8,7 @@ import numpy as np
 
 from stoker import console
 from stoker.data.cache import cache_folder, cache_lock
-from stoker.data.locations import Location
+from stoker.data.locations import Location, named
 from stoker.data.order import hashed
 from stoker.data.ragged import Indices
 from stoker.data.samples import SampleTable
@@ -35,7 +35,7 @@ def data_root(run: RunConfig) -> Location:
     """The user's directory, or images drawn into the cache on first use."""
     config = run.data
     if config.path is not None:
-        return Location(config.path)
+        return named(config.path)
     return _drawn(config.draw_per_class, config.draw_held_out, run.run.seed)
 
 

@@ -1,0 +1,226 @@
+"""Pieces of objects in the cache: fetched once, checked when a process first uses them, let go when others need the room."""
+
+import asyncio
+import atexit
+import errno
+import os
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from stoker.data.cache import PIECES, budget_bytes, cache_folder, made_bytes
+from stoker.data.storage.index import Index, Piece, State
+from stoker.data.storage.requests import Requests, give_up_after_s, requests
+from stoker.data.storage.urls import Url
+from stoker.errors import MachineError, UserError
+
+WRITERS = 4  # threads that write, check and keep the book
+LOOK_EVERY_S = 0.2  # whether another process needs room
+MEASURE_EVERY_S = 30.0  # the rest of the cache
+THEIRS_S, FULL_S = 0.01, 0.05  # between two looks at what another process fetches, and at whether there is room
+DAMAGED_AT_MOST = 3  # times that one piece may turn out to be damaged
+
+
+@dataclass
+class _Wanted:
+    url: Url
+    tag: str
+    piece: Piece
+    future: "Future[Path]" = field(default_factory=Future)
+
+
+class Holder(Protocol):
+    """Whoever keeps pieces that it may need again."""
+
+    def let_go(self) -> None:
+        """Of all that is not being read right now."""
+
+
+class Pieces:
+    """The pieces that this process uses."""
+
+    def __init__(self, folder: Path, budget: int) -> None:
+        self.index = Index(folder, budget)
+        self._requests: Requests = requests()
+        self._pool = ThreadPoolExecutor(WRITERS, "pieces")
+        self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+        self._pressure = folder / "pressure"
+        self._lock = threading.Lock()
+        self._hits = self._misses = self.num_damaged = 0
+        self.index.others = made_bytes()
+        self._requests.start(self._look())
+        atexit.register(self.index.close)
+
+    def add(self, holder: Holder) -> None:
+        self._holders.add(holder)
+
+    def bring(self, wanted: Sequence[tuple[Url, str, Piece]]) -> "list[Future[Path]]":
+        """Each piece as a file that is whole, leased to this process, as soon as it is here."""
+        batch = [_Wanted(*one) for one in wanted]
+        self._requests.start(self._bring(batch))
+        return [one.future for one in batch]
+
+    def release(self, pieces: Iterable[Piece], next_use: float | None = None) -> None:
+        """They are not used here any more; where it is known, when they will be."""
+        names = [piece.name for piece in pieces]
+        if names:
+            self._pool.submit(self.index.release, names, next_use)
+
+    def path(self, piece: Piece) -> Path:
+        return self.index.path(piece.name)
+
+    def telemetry(self) -> dict[str, float]:
+        """Since the last reading: of the requests, and of the cache."""
+        with self._lock:
+            hits, misses = self._hits, self._misses
+            self._hits = self._misses = 0
+        return {
+            **self._requests.telemetry(),
+            "hits": float(hits),
+            "misses": float(misses),
+            "damaged": float(self.num_damaged),
+            "cache_bytes": float(self.index.total() + self.index.others),
+            "budget_bytes": float(self.index.budget),
+        }
+
+    async def _bring(self, batch: list[_Wanted]) -> None:
+        try:
+            states = await self._in_thread(self.index.take, [one.piece for one in batch])
+        except BaseException as error:
+            for one in batch:
+                one.future.set_exception(error)
+            return
+        await asyncio.gather(*(self._settle(one, *state) for one, state in zip(batch, states, strict=True)))
+
+    async def _settle(self, one: _Wanted, state: State, crc: int) -> None:
+        """Until the piece is here, whoever brings it."""
+        try:
+            damaged, full_since = 0, None
+            while True:
+                if state is State.HERE:
+                    if await self._in_thread(self._is_whole, one.piece, crc):
+                        self._count(hit=True)
+                        break
+                    damaged += 1
+                    self._saw_damage(one, damaged)
+                    await self._in_thread(self.index.forget, one.piece.name)
+                elif state is State.MINE:
+                    await self._fetch(one)
+                    self._count(hit=False)
+                    break
+                elif state is State.FULL:
+                    full_since = full_since or time.monotonic()
+                    await self._ask_for_room(one, full_since)
+                else:
+                    await asyncio.sleep(THEIRS_S)
+                ((state, crc),) = await self._in_thread(self.index.take, [one.piece])
+            one.future.set_result(self.path(one.piece))
+        except BaseException as error:
+            one.future.set_exception(error)
+
+    async def _fetch(self, one: _Wanted) -> None:
+        try:
+            content = await self._requests.read(one.url, one.piece.first, one.piece.count, one.tag)
+            await self._in_thread(self._keep, one.piece, content)
+        except BaseException:
+            await self._in_thread(self.index.forget, one.piece.name)
+            raise
+
+    def _keep(self, piece: Piece, content: Any) -> None:
+        """Under a temporary name first; whoever is killed on the way leaves nothing that counts."""
+        partial, view = self.index.partial(piece.name), memoryview(content)
+        try:
+            partial.parent.mkdir(exist_ok=True)
+            with partial.open("wb") as file:
+                file.write(view)
+            partial.rename(self.path(piece))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise MachineError(
+                f"The disk of the cache {cache_folder()} is full ({error.strerror}), below its budget of "
+                f"{self.index.budget / 1e9:,.1f} GB. Make room, or set STOKER_CACHE_BYTES to less."
+            ) from error
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+        self.index.fetched(piece.name, zlib.crc32(view))
+
+    def _is_whole(self, piece: Piece, crc: int) -> bool:
+        try:
+            content = self.path(piece).read_bytes()
+        except OSError:
+            return False
+        return len(content) == piece.count and zlib.crc32(content) == crc
+
+    def _saw_damage(self, one: _Wanted, times: int) -> None:
+        with self._lock:
+            self.num_damaged += 1
+        if times > DAMAGED_AT_MOST:
+            raise MachineError(
+                f"A piece of {one.url} was damaged {times} times in the cache {cache_folder()}: its disk cannot be trusted."
+            )
+
+    async def _ask_for_room(self, one: _Wanted, since: float) -> None:
+        """Everybody lets go of what is not being read."""
+        if time.monotonic() - since > give_up_after_s():
+            raise UserError(
+                f"The cache {cache_folder()} has no room for {one.url}: all of its {self.index.budget / 1e6:,.0f} MB are in "
+                f"use at this moment. Raise STOKER_CACHE_BYTES, or `stoker cache clear`."
+            )
+        self._let_go()
+        with suppress(OSError):
+            self._pressure.touch()
+        await asyncio.sleep(FULL_S)
+
+    def _let_go(self) -> None:
+        for holder in list(self._holders):
+            holder.let_go()
+
+    async def _look(self) -> None:
+        """Now and then: whether others need room, and what the rest of the cache takes."""
+        seen, measured = time.time(), time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            with suppress(OSError):
+                asked = self._pressure.stat().st_mtime
+                if asked > seen:
+                    seen = asked
+                    self._let_go()
+            if time.monotonic() - measured > MEASURE_EVERY_S:
+                self.index.others = await self._in_thread(made_bytes)
+                measured = time.monotonic()
+
+    def _count(self, *, hit: bool) -> None:
+        with self._lock:
+            self._hits += hit
+            self._misses += not hit
+
+    def _in_thread(self, work: Any, *arguments: Any) -> Any:
+        return asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+
+_pieces: dict[tuple[int, Path], Pieces] = {}
+_making = threading.Lock()
+
+
+def pieces() -> Pieces:
+    """Those of this process."""
+    key = os.getpid(), cache_folder().absolute()
+    with _making:
+        if key not in _pieces:
+            _pieces[key] = Pieces(key[1] / PIECES, budget_bytes())
+        return _pieces[key]
+
+
+def telemetry() -> dict[str, float] | None:
+    """What storage did since the last reading; None: this process reads nothing from afar."""
+    found = _pieces.get((os.getpid(), cache_folder().absolute()))
+    return None if found is None else found.telemetry()

@@ -1,0 +1,197 @@
+"""Runs and packed sets that are kept in an object store.
+
+A run is trained in a folder of the cache, and what is written there is copied while it trains: a checkpoint counts when its
+checksums are there, which come last, so that one in the store is complete or absent. Resuming takes whichever is further, the
+working folder of this machine or the store.
+"""
+
+import hashlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stoker import console
+from stoker.data.cache import cache_folder
+from stoker.data.locations import Location, named
+from stoker.data.pack import PackRequest
+from stoker.data.storage.urls import Found, Url
+from stoker.errors import MachineError, UserError
+from stoker.files import write_bytes, write_json
+from stoker.runs.folder import RunFolder
+from stoker.train.checkpoint import CHECKSUMS
+
+MARK = "elsewhere.json"  # of a working folder: where its run is kept
+EVERY_S = 5.0  # between two copies, at least
+MANIFESTS = ("store.json", "images.json")
+
+
+def working_root(root: Location) -> Path:
+    """Where runs of this place are trained."""
+    if not isinstance(root, Url):
+        return root
+    return cache_folder() / "runs" / hashlib.sha256(str(root).encode()).hexdigest()[:16]
+
+
+def keep_elsewhere(folder: RunFolder, root: Location) -> None:
+    """Marks a new run as one that is kept in a store."""
+    if isinstance(root, Url):
+        write_json(folder.path / MARK, {"url": str(root / folder.path.name)})
+
+
+def place_of(folder: RunFolder) -> Url | None:
+    """The store that keeps a run; None: it stays here."""
+    try:
+        return Url.parse(json.loads((folder.path / MARK).read_text())["url"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder.path / MARK} is damaged: it should say where the run is kept ({error}).") from error
+
+
+def here(path: str | Path) -> Path:
+    """A run that a user names, as a folder of this machine: one that is kept in a store is copied first."""
+    place = named(str(path)) if "://" in str(path) else Path(path)
+    if not isinstance(place, Url):
+        return place
+    from stoker.data.storage import objects
+
+    working = RunFolder(working_root(place.parent) / place.name)
+    stored = {one.name: one for one in objects.list_all(place)}
+    if "config.yaml" not in stored:
+        if working.config.is_file():
+            return working.path  # it was not copied yet
+        raise UserError(f"{place} is no run: it holds no config.yaml.")
+    if _last_step(stored) > _last_step(_files(working.path)) or not working.config.is_file():
+        _download(place, working, stored)
+    return working.path
+
+
+def _download(place: Url, working: RunFolder, stored: Mapping[str, Found]) -> None:
+    from stoker.data.storage.requests import requests
+
+    whole = {name.rpartition("/")[0] for name in stored if name.endswith(f"/{CHECKSUMS}")}
+    wanted = [name for name in stored if not name.startswith("checkpoints/") or name.rpartition("/")[0] in whole]
+    with console.progress("copy the run", sum(stored[name].size for name in wanted), "bytes") as bar:
+        for name in sorted(wanted, key=lambda name: (name.endswith(CHECKSUMS), name == "config.yaml", name)):
+            one, target = stored[name], working.path / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            asked = requests().read(place / name, 0, one.size, one.tag)
+            write_bytes(target, bytes(requests().start(asked).result()) if one.size else b"")
+            bar.advance(one.size)
+    working.checkpoints.mkdir(exist_ok=True)
+    keep_elsewhere(working, place.parent)
+
+
+def _last_step(names: Mapping[str, Any]) -> int:
+    steps = [
+        name.split("/")[1][5:] for name in names if name.startswith("checkpoints/step-") and name.endswith(CHECKSUMS)
+    ]
+    return max((int(step) for step in steps if step.isdigit()), default=-1)
+
+
+def _files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Names of what a run holds, and what changes with their content; nothing that is being written."""
+    found = {}
+    for path in folder.rglob("*") if folder.is_dir() else ():
+        name = str(path.relative_to(folder))
+        if (
+            path.is_file()
+            and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+            and name != "lock"
+        ):
+            state = path.stat()
+            found[name] = (state.st_size, state.st_mtime_ns)
+    return found
+
+
+@contextmanager
+def mirrored(folder: RunFolder, *, is_first: bool) -> Iterator[None]:
+    """While the block runs, and once more at its end, what is new in the run is copied to its store."""
+    place = place_of(folder) if is_first else None
+    if place is None:
+        yield
+        return
+    console.say(f"kept in {place}")
+    mirror = _Mirror(folder.path, place)
+    try:
+        yield
+    finally:
+        mirror.close()
+
+
+class _Mirror:
+    """One thread; an upload that fails is tried again with the next."""
+
+    def __init__(self, folder: Path, place: Url) -> None:
+        self._folder, self._place = folder, place
+        self._sent: dict[str, tuple[int, int]] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="mirror", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        pause = EVERY_S
+        while not self._ended.wait(pause):
+            begin = time.monotonic()
+            try:
+                self._copy()
+            except (UserError, MachineError) as error:
+                console.say(f"The run is not being copied: {error}")
+            pause = max(EVERY_S, 10 * (time.monotonic() - begin))
+
+    def _copy(self) -> None:
+        """Events and configuration first, then checkpoints, each with its checksums last; then what was removed."""
+        from stoker.data.storage import objects
+        from stoker.data.storage.upload import upload
+
+        now = _files(self._folder)
+        changed = [name for name, state in now.items() if self._sent.get(name) != state]
+        for last in (False, True):
+            names = [name for name in changed if name.endswith(CHECKSUMS) is last]
+            upload(self._folder, self._place, [name for name in names if (self._folder / name).is_file()])
+        gone = sorted(set(self._sent) - set(now), key=lambda name: not name.endswith(CHECKSUMS))
+        for name in gone:
+            objects.delete([self._place / name])
+        self._sent = now
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        try:
+            self._copy()
+        except (UserError, MachineError) as error:
+            raise MachineError(
+                f"{error} The run is whole in {self._folder}, and not all of it is in {self._place}: `stoker resume "
+                f"{self._place}` on this machine goes on, and copies it."
+            ) from error
+
+
+def packed(request: PackRequest, pack: Callable[[PackRequest], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """A set that is to lie in a store is packed in the cache, then copied; what is there is never overwritten."""
+    place: Location = request.out
+    if not isinstance(place, Url):
+        return pack(request)
+    from stoker.data.storage import objects
+    from stoker.data.storage.upload import upload_set
+
+    if any(True for _ in objects.list_all(place)):
+        raise UserError(f"{place} exists already. Choose another name, or remove it to pack again.")
+    work = cache_folder() / "packing" / hashlib.sha256(str(place).encode()).hexdigest()[:16] / place.name
+    work.parent.mkdir(parents=True, exist_ok=True)
+    manifest = next((name for name in MANIFESTS if (work / name).is_file()), None)
+    if manifest == MANIFESTS[0]:  # it was killed while it copied: a store that is whole is not packed again
+        result: dict[str, Any] = {"path": str(place)}
+    else:
+        result = dict(pack(replace(request, out=work)))
+    manifest = next((name for name in MANIFESTS if (work / name).is_file()), None)
+    if manifest is None or "state" in result:
+        return result
+    upload_set(work, place, manifest)
+    shutil.rmtree(work.parent)
+    return {**result, "path": str(place)}
