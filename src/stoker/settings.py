@@ -261,7 +261,7 @@ def _validate(hint: Any, key: str, value: Any, origin: str) -> Any:
             reasons = "; ".join(dict.fromkeys(problem["msg"] for problem in error.errors()))
         else:
             reasons = str(error)
-        raise UserError(f"{key} cannot be {value!r} (from {origin}): {reasons}.") from error
+        raise UserError(f"{key} cannot be {_shown(value)!r} (from {origin}): {reasons}.") from error
 
 
 def _validate_word(hint: Any, key: str, word: Word, origin: str) -> Any:
@@ -332,6 +332,13 @@ def _commented(configuration: Any, comments: Mapping[str, str], prefix: str) -> 
         if key in comments:
             mapping.yaml_add_eol_comment(comments[key], field.name, column=32)
     return mapping
+
+
+def _shown(value: Any) -> Any:
+    """A URL may hold a password or a signature."""
+    if not isinstance(value, str) or "://" not in value:
+        return value
+    return re.sub(r"\?.*", "?***", re.sub(r"://[^/]*@", "://***@", value))
 
 
 def _plain(value: Any) -> Any:

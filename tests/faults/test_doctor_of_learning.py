@@ -16,7 +16,6 @@ import torch
 
 from stoker.cli import run as cli
 from stoker.cli.doctor import stop_if_it_cannot_learn
-from stoker.data.locations import Location
 from stoker.doctor import ledger
 from stoker.doctor.commands import Diagnosis, further
 from stoker.doctor.learning.arms import Trainer, try_rates
@@ -297,7 +296,7 @@ def test_a_bad_step_is_replayed_to_its_samples_and_its_operation(
     bad = [
         event for event in map(json.loads, before[run / "events.jsonl"].splitlines()) if event["event"] == "bad_step"
     ]
-    table = open_events(Location(events_dir)).columns["id"]
+    table = open_events(events_dir).columns["id"]
     expected = sorted({int(table[37]), int(table[41])} & set(bad[0]["samples"]))
     assert one["rule"] == "bad-step"
     assert f"sample {', '.join(map(str, expected))} (" in one["sentence"]

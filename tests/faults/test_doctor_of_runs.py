@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from stoker.cli import run as cli
-from stoker.data.locations import Location
 from stoker.doctor.spikes import step_of
 from stoker.launch.commands import rebuild_run
 from stoker.recipes.icecube.table import open_events
@@ -73,7 +72,7 @@ def test_a_spike_names_the_sample_that_makes_it(
     rows = step_of(rebuild_run(open_run(odd_run)), open_run(odd_run), 5).rows
     monkeypatch.setenv("ODD", str(rows[17]))
     one = spike_of(odd_run, capsys)
-    name = int(open_events(Location(events_dir)).columns["id"][rows[17]])
+    name = int(open_events(events_dir).columns["id"][rows[17]])
     assert "once, most at step 5" in one["sentence"]
     assert "weights of step 6" in one["evidence"][0]
     assert one["evidence"][1].startswith(f"sample {name}:")
@@ -146,7 +145,7 @@ def test_the_sample_that_is_not_finite_is_named(
     capsys.readouterr()
     assert cli(["doctor", str(run), "--json"]) == 1
     one = json.loads(capsys.readouterr().out)["findings"][0]
-    name = int(open_events(Location(events_dir)).columns["id"][row])
+    name = int(open_events(events_dir).columns["id"][row])
     assert one["rule"] == "bad-step"
     assert f"the loss of sample {name} (1 of 64)" in one["sentence"]
     assert any("sqrt" in line for line in one["evidence"])

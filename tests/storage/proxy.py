@@ -1,7 +1,7 @@
 """A proxy on the loopback that makes a real server behave as distant and unreliable ones do.
 
-`python tests/storage/proxy.py --upstream PORT --latency 0.03 --bandwidth 200e6` prints its own port. All faults are drawn from
-a seeded generator; one thread, so that a test can change them while requests run.
+`python tests/storage/proxy.py --upstream PORT --latency 0.03 --bandwidth 200e6` prints its own port. Faults are drawn from a
+seeded generator; one thread, so that a test can change them while requests run.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class Proxy:
             for task in tasks:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            self._loop.run_until_complete(asyncio.sleep(0))
+            self._loop.run_until_complete(asyncio.sleep(0.05))  # until all lines are closed
             self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -78,6 +78,8 @@ class Proxy:
         finally:
             line.close()
             writer.close()
+            with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+                await writer.wait_closed()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: "_Upstream") -> bool:
         head = await reader.readuntil(b"\r\n\r\n")

@@ -4,8 +4,10 @@ from pathlib import Path
 import pytest
 
 from stoker.data.locations import identity, is_file, is_folder, list_folder, open_local, read, read_range, stat
+from stoker.data.storage.urls import Url
 from stoker.errors import UserError
 from stoker.launch.targets import resolve_target
+from stoker.settings import as_yaml
 
 OPENS_DATA = ("data/parquet.py", "data/window.py", "data/store.py", "recipes/icecube/table.py",
               "recipes/icecube/events.py", "recipes/icecube/sources.py", "recipes/imagenet/sources.py")  # fmt: skip
@@ -45,11 +47,27 @@ def test_pipes_are_refused_instead_of_waited_for(tmp_path: Path) -> None:
         open_local(tmp_path / "pipe")
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/set", "https://host/set"])
-def test_a_url_is_refused_by_name(url: str) -> None:
+@pytest.mark.parametrize("url", ["s3://bucket/set", "https://host/set", "gs://bucket/a/b", "az://container/x"])
+def test_a_url_is_a_place(url: str) -> None:
     for recipe in ("icecube", "imagenet"):
-        with pytest.raises(UserError, match=f"{url} is a URL"):
-            resolve_target(recipe, ["--data.path", url])
+        config = resolve_target(recipe, ["--data.path", url]).config
+        assert str(config.data.path) == url
+        assert url in as_yaml(config)
+        assert config.data.path / "a/b" == Url.parse(f"{url}/a//b/")
+        assert (config.data.path / "a/b").parent == config.data.path / "a"
+        assert str((config.data.path / "a/b").relative_to(config.data.path)) == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [("ftp://host/set", "no storage"), ("s3://key:secret@bucket/x", "user or a password"), ("s3:///x", "no bucket"),
+     ("https://host/set?X-Amz-Signature=abc", "has a query"), ("s3://bucket/../x", "up and down by dots")],
+)  # fmt: skip
+def test_urls_that_are_none_are_refused_without_what_they_hold(url: str, words: str) -> None:
+    with pytest.raises(UserError, match=words) as raised:
+        resolve_target("icecube", ["--data.path", url])
+    assert "secret" not in str(raised.value)
+    assert "abc" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", OPENS_DATA)

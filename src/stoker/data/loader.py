@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -112,7 +112,10 @@ class Loader:
         planned = self.plan.steps(position, num_epochs, rank=self.rank, num_ranks=self.num_ranks)
         if self._ahead is not None:
             planned = self._ahead.through(planned)
-        with Workers(self._config.num_threads, "loader") as workers:
+        with ExitStack() as stack:
+            if self._ahead is not None:
+                stack.callback(self._ahead.closed)
+            workers = stack.enter_context(Workers(self._config.num_threads, "loader"))
             budget = _Budget(self._room, self._config.look_ahead)
             coming = next(planned, None)
             while coming is not None or ahead:
@@ -219,7 +222,7 @@ def loader_of(
         files_of=data.files_of,
         bytes_per_cost=data.bytes_per_cost,
         cache_bytes=data.cache_bytes,
-        ahead=data.ahead,
+        ahead=None if data.ahead is None else data.ahead.anew(),
     )
 
 

@@ -33,6 +33,12 @@ class Ahead(Protocol):
     def finished(self, step: Step, plan: Plan) -> None:
         """The batches of a step are made."""
 
+    def anew(self) -> "Ahead":
+        """The same for another loader."""
+
+    def closed(self) -> None:
+        """No further step is asked for."""
+
     def telemetry(self) -> dict[str, float]:
         """What was fetched since the last reading."""
 

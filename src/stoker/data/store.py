@@ -5,19 +5,18 @@ of the whole store. `stoker.data.pack` writes it.
 """
 
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from stoker import console
 from stoker.data.checksums import Verification, read_manifest
 from stoker.data.locations import Location, is_file, open_local, remote_file, stat
 from stoker.data.plan import MicroBatch
 from stoker.data.ragged import Array, Indices, Ragged, range_indices
 from stoker.data.samples import SampleTable, open_table
-from stoker.data.storage.blocks import block_bytes, touched
+from stoker.data.storage.blocks import block_bytes
 from stoker.data.storage.urls import Url
 from stoker.errors import UserError
 
@@ -33,7 +32,7 @@ class PackedStore:
     columns: Mapping[str, Array]  # memory-mapped
     manifest: Mapping[str, Any]
     verification: Verification
-    files: Mapping[str, Any] = field(default_factory=dict)  # of columns that lie elsewhere, by name
+    elsewhere: Any = None  # a `MappedColumns`, where the store is not on a disk of this machine
 
     @property
     def num_elements(self) -> int:
@@ -50,11 +49,7 @@ class PackedStore:
         if not self.verification.done:
             self._check_bounds(first, count)
         indices, offsets = range_indices(first, count)
-        with ExitStack() as held:
-            if not all(held.enter_context(file.held_whole()) for file in self.files.values()):
-                held.close()  # while all is held nothing is let go, and room may be needed
-                for file, numbers in self._blocks(first, count):
-                    held.enter_context(file.held(numbers))
+        with nullcontext() if self.elsewhere is None else self.elsewhere.held(first, count):
             return self._taken(indices, offsets, rows)
 
     def _taken(self, indices: Indices, offsets: Indices, rows: Indices) -> Ragged:
@@ -64,25 +59,21 @@ class PackedStore:
 
     def places(self, rows: Indices) -> "list[tuple[Any, Indices]]":
         """Blocks of remote files that hold these samples; none: everything is here."""
-        if all(file.is_whole for file in self.files.values()):
+        if self.elsewhere is None or self.elsewhere.is_whole:
             return []
         first, count = (np.asarray(self.table.columns[name][rows]) for name in ("first", "count"))
-        return self._blocks(first, count)
-
-    def _blocks(self, first: Array, count: Array) -> "list[tuple[Any, Indices]]":
-        if not self.files:
-            return []
-        found = []
-        for name, file in self.files.items():
-            size = self.columns[name].dtype.itemsize
-            found.append((file, touched(first * size, (first + count) * size, file.block)))
+        found: list[tuple[Any, Indices]] = self.elsewhere.places(first, count)
         return found
+
+    def want_rest(self) -> None:
+        """Begins to fetch what no training sample needed: validation will."""
+        if self.elsewhere is not None:
+            self.elsewhere.want_all()
 
     def rows_of(self, file: Any, numbers: Indices) -> Indices:
         """A sample in each block of a remote file."""
-        name = next(name for name, one in self.files.items() if one is file)
-        elements = numbers * (file.block // self.columns[name].dtype.itemsize)
-        return np.asarray(np.minimum(np.searchsorted(self.table.columns["first"], elements), len(self.table) - 1))
+        found: Indices = self.elsewhere.rows_of(file, numbers, self.table.columns["first"])
+        return found
 
     def block_rows(self) -> Indices:
         """Samples at which the blocks of the widest column begin: what lies between two of them is fetched at once."""
@@ -94,14 +85,8 @@ class PackedStore:
 
     def keep(self) -> None:
         """Everything, as long as this process lives."""
-        for name, file in self.files.items():
-            with console.progress(f"fetch {name}", file.num_blocks, "blocks") as bar:
-                for number in range(file.num_blocks):
-                    file.want([number])
-                for number in range(file.num_blocks):
-                    with file.held([number]):
-                        bar.advance()
-            file.keep()
+        if self.elsewhere is not None:
+            self.elsewhere.keep()
 
     def _check_bounds(self, first: Array, count: Array) -> None:
         """Until all checksums were compared the table may be damaged."""
@@ -136,10 +121,19 @@ def open_store(path: Location) -> PackedStore:
     if table is None or len(table) != manifest["num_samples"]:
         raise UserError(f"The sample table in {path / 'table'} is missing or damaged: pack it again.")
     columns = {name: _map_column(path, name, kind, manifest["num_rows"]) for name, kind in manifest["columns"].items()}
-    files = {}
-    if isinstance(path, Url):
-        files = {name: remote_file(column_path(path, name)) for name, column in columns.items() if len(column)}
-    return PackedStore(path, table, columns, manifest, verification, files)
+    elsewhere = _elsewhere(path, columns) if isinstance(path, Url) else None
+    return PackedStore(path, table, columns, manifest, verification, elsewhere)
+
+
+def _elsewhere(path: Url, columns: Mapping[str, Array]) -> Any:
+    from stoker.data.storage.mapped import MappedColumns  # needs a client library
+
+    filled = {name: column for name, column in columns.items() if len(column)}
+    if not filled:
+        return None
+    files = {name: remote_file(column_path(path, name)) for name in filled}
+    sizes = {name: column.dtype.itemsize for name, column in filled.items()}
+    return MappedColumns(files, sizes, len(next(iter(filled.values()))))
 
 
 def column_path(path: Location, name: str) -> Location:

@@ -1,8 +1,8 @@
 """Runs and packed sets that are kept in an object store.
 
 A run is trained in a folder of the cache, and what is written there is copied while it trains: a checkpoint counts when its
-checksums are there, which come last, so that one in the store is complete or absent. Resuming takes whichever is further, the
-working folder of this machine or the store.
+checksums are there, which come last, so that one in the store is complete or absent. Resuming takes whichever is further,
+the working folder of this machine or the store.
 """
 
 import hashlib

@@ -28,9 +28,19 @@ class Fetching:
     """Goes through the planned steps before the loader does."""
 
     def __init__(
-        self, places: Places, budget: int, *, kept_for: int | None = None, rows_of: RowsOf | None = None
+        self,
+        places: Places,
+        budget: int,
+        *,
+        kept_for: int | None = None,
+        rows_of: RowsOf | None = None,
+        rest: Callable[[], None] | None = None,
     ) -> None:
-        """`kept_for`: samples for which a piece is kept without being used; None: as long as nobody needs the room."""
+        """`kept_for`: samples for which a piece is kept without being used; None: as long as nobody needs the room.
+
+        `rest` is called after an epoch, where all of a set is to be here.
+        """
+        self._made_of = places, budget, kept_for, rows_of, rest
         self._planned: dict[Position, list[tuple[RemoteFile, Indices]]] = {}  # of steps on their way, by where they end
         self._places, self._kept_for, self._rows_of = places, kept_for, rows_of
         self._most = min(BYTES_AHEAD, max(1, budget // 8))
@@ -58,11 +68,28 @@ class Fetching:
             ahead -= asked
             yield step
 
+    def anew(self) -> "Fetching":
+        """The same for another loader."""
+        places, budget, kept_for, rows_of, rest = self._made_of
+        return Fetching(places, budget, kept_for=kept_for, rows_of=rows_of, rest=rest)
+
+    def closed(self) -> None:
+        """No further step is asked for: what was fetched for them may go."""
+        if self._kept_for is not None:
+            planned = [(file, numbers) for places in self._planned.values() for file, numbers in places]
+            for file, numbers in [*planned, *((file, np.array([number])) for file, number in self._used)]:
+                file.done_with(numbers)
+        self._planned.clear()
+        self._used.clear()
+
     def finished(self, step: Step, plan: Plan) -> None:
         """A step was made: what nobody uses any more is let go."""
         self._done += step.num_samples
         if self._kept_for is None:
             self._planned.pop(step.after, None)
+            rest = self._made_of[-1]
+            if rest is not None and step.after.consumed >= len(plan):
+                rest()
             return
         for file, numbers in self._planned.pop(step.after, ()):
             self._used.update(((file, int(number)), self._done) for number in numbers)

@@ -8,6 +8,7 @@ leased to it and not removed. A process that died is noticed by its lock, and wh
 
 import fcntl
 import hashlib
+import os
 import sqlite3
 import threading
 import time
@@ -19,6 +20,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Self
 
+from stoker.errors import MachineError, UserError
+
 SCHEMA = (
     "CREATE TABLE IF NOT EXISTS pieces (name TEXT PRIMARY KEY, object TEXT, first INTEGER, bytes INTEGER, whole INTEGER, "
     "crc INTEGER, next REAL, holder TEXT) WITHOUT ROWID",
@@ -29,6 +32,7 @@ SCHEMA = (
     "CREATE TRIGGER IF NOT EXISTS came AFTER INSERT ON pieces BEGIN UPDATE total SET bytes = bytes + NEW.bytes; END",
     "CREATE TRIGGER IF NOT EXISTS went AFTER DELETE ON pieces BEGIN UPDATE total SET bytes = bytes - OLD.bytes; END",
 )
+ANEW = "If it is damaged, `stoker cache clear` makes it anew."
 OWN_BYTES = 256 << 10  # of the book itself, at least
 LATEST = 1e12  # a time that never comes: pieces of which nobody knows when they are needed go before all others
 
@@ -61,11 +65,21 @@ class Index:
     """Thread-safe. One a process and folder."""
 
     def __init__(self, folder: Path, budget: int) -> None:
-        self.folder, self.budget = folder, budget
-        (folder / "processes").mkdir(parents=True, exist_ok=True)
-        self._lock = threading.RLock()
+        self.folder, self.budget, self._pid = folder, budget, os.getpid()
+        self.lock = threading.RLock()
         self._path = folder / "index.sqlite"
-        self._base = sqlite3.connect(self._path, timeout=60.0, isolation_level=None, check_same_thread=False)
+        try:
+            (folder / "processes").mkdir(parents=True, exist_ok=True)
+            self._base = sqlite3.connect(self._path, timeout=60.0, isolation_level=None, check_same_thread=False)
+            self._open()
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(
+                f"The cache {folder.parent} cannot be used for data that lie elsewhere ({error}). STOKER_CACHE names "
+                f"another folder. {ANEW}"
+            ) from error
+        self.others = 0  # bytes of the rest of the cache, which the budget holds too
+
+    def _open(self) -> None:
         # Killed processes lose nothing by this; after a power cut checksums tell what is not whole.
         self._base.executescript(
             "PRAGMA synchronous=OFF; PRAGMA journal_mode=PERSIST; PRAGMA journal_size_limit=65536;"
@@ -74,9 +88,8 @@ class Index:
             for statement in SCHEMA:
                 self._base.execute(statement)
         self.process = uuid.uuid4().hex
-        self._mark = (folder / "processes" / self.process).open("w")
+        self._mark = (self.folder / "processes" / self.process).open("w")
         fcntl.flock(self._mark, fcntl.LOCK_EX)
-        self.others = 0  # bytes of the rest of the cache, which the budget holds too
 
     def path(self, name: str) -> Path:
         return path_of(self.folder, name)
@@ -195,14 +208,17 @@ class Index:
     @contextmanager
     def _changed(self) -> Iterator[None]:
         """One transaction, by one process at a time."""
-        with self._lock:
-            self._base.execute("BEGIN IMMEDIATE")
+        with self.lock:
             try:
-                yield
-            except BaseException:
-                self._base.execute("ROLLBACK")
-                raise
-            self._base.execute("COMMIT")
+                self._base.execute("BEGIN IMMEDIATE")
+                try:
+                    yield
+                except BaseException:
+                    self._base.execute("ROLLBACK")
+                    raise
+                self._base.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise MachineError(f"The book of the cache, {self._path}, cannot be used: {error}. {ANEW}") from error
 
     def all_pieces(self) -> list[tuple[str, str, int, int, int]]:
         """Name, object, bytes, checksum, and how many processes use it, of those that are whole."""
@@ -245,7 +261,9 @@ class Index:
         self.close()
 
     def close(self) -> None:
-        with self._lock, suppress(sqlite3.Error):
+        if os.getpid() != self._pid:  # forked from us: nothing here is its own
+            return
+        with self.lock, suppress(sqlite3.Error):
             self._base.execute("DELETE FROM leases WHERE process = ?", (self.process,))
             self._base.close()
         self._mark.close()

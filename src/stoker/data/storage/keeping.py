@@ -8,6 +8,7 @@ from pathlib import Path
 from stoker import console
 from stoker.data.cache import PIECES, budget_bytes, cache_folder, folder_sizes
 from stoker.data.storage.index import Index
+from stoker.errors import MachineError, UserError
 
 MADE = ("simulated", "drawn", "packed", "imported", "tables", "splits", "listings", "runs")
 
@@ -58,8 +59,12 @@ def clear(*, made: bool) -> int:
     """Removes pieces that nobody uses, and with `made` what can be made again; bytes that are free now."""
     freed = 0
     if _has_pieces():
-        with _index() as index:
-            freed = index.clear()[1]
+        try:
+            with _index() as index:
+                freed = index.clear()[1]
+        except (UserError, MachineError):  # no book that can be read: without it pieces are worth nothing
+            freed = folder_sizes()[PIECES]
+            shutil.rmtree(cache_folder() / PIECES)
     for name, size in folder_sizes().items() if made else ():
         if name in MADE and name != "runs":
             shutil.rmtree(cache_folder() / name, ignore_errors=True)

@@ -35,7 +35,7 @@ PUBLIC = re.compile(r"FILE|PATH|_URI$|_URL$|ENDPOINT", re.IGNORECASE)  # of thos
 PASSING = re.compile(
     r"HTTP error|status code: (5\d\d|429|408)|SlowDown|timed? ?out|connection|reset|broken pipe|"
     r"error (sending|decoding|reading)|"
-    r"non-partial|content.range|requested \d+\.\.\d+, got|unexpected|incomplete|end of file",
+    r"content.range|requested \d+\.\.\d+, got|unexpected|incomplete|end of file",
     re.IGNORECASE,
 )
 THROTTLED = re.compile(r"status code: (503|429)|SlowDown|TooManyRequests", re.IGNORECASE)
@@ -90,6 +90,10 @@ def head(url: Url) -> Found | None:
         return _patiently(url, lambda: _found(obstore.head(client(url), url.key), url.parent))
     except FileNotFoundError:
         return None
+    except UserError:
+        if url.scheme not in ("https", "http"):
+            list_folder(url.parent)  # the answer to this has a body that says why
+        raise
 
 
 def list_folder(url: Url) -> tuple[list[str], list[Found]]:
@@ -217,6 +221,9 @@ def told(url: Url, error: BaseException) -> UserError | MachineError:
             f"GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME and its key), or AWS_SKIP_SIGNATURE=true for "
             f"public buckets."
         )
+    if "non-partial" in words or "Range request not supported" in words:
+        hint = " Is AWS_ENDPOINT_URL right?" if url.scheme == "s3" else ""
+        return UserError(f"{_server(url)} cannot send parts of files, which reading from afar needs.{hint}")
     if re.search(r"invalid (XML|list)|list response|deserialize|Got invalid", words, re.IGNORECASE):
         return UserError(f"{_server(url)} does not answer as an S3 server does. Is AWS_ENDPOINT_URL right?")
     if may_pass(error):

@@ -23,14 +23,21 @@ from stoker.errors import UserError
 
 Choice = Literal["exact", "window", "window-first"]
 AT_LEAST = 64 << 20  # bytes beside the windows: tables, and what is being fetched
+FILLED = 0.9  # of the budget that one set may take: tables, the book and other runs need some
 WINDOWS = 3  # that the cache must hold: one being read, one before it that is not let go yet, and what is fetched ahead
 
 
 def choose_order(asked: str, num_bytes: int, *, in_blocks: bool) -> Choice:
     """For a set of so many bytes elsewhere; `in_blocks`: many samples share a piece."""
+    fits = num_bytes <= FILLED * budget_bytes()
+    if asked in ("exact", "window-first") and in_blocks and not fits:
+        raise UserError(
+            f"loader.order is {asked}, which needs all {num_bytes / 1e6:,.0f} MB in the cache, and that may take "
+            f"{budget_bytes() / 1e6:,.0f} MB. STOKER_CACHE_BYTES={int(num_bytes / FILLED) + 1} would do; or "
+            f"loader.order window."
+        )
     if asked != "auto":
         return asked  # type: ignore[return-value]
-    fits = num_bytes <= 0.9 * budget_bytes()
     if not in_blocks:
         return "exact"
     return "window-first" if fits else "window"
@@ -40,7 +47,7 @@ def check_budget(table: SampleTable, subset: Subset, num_bytes: int, loader: Loa
     """A cache that cannot hold the window would fetch the same pieces again and again."""
     share = min(1.0, loader.window / max(1, len(subset)))
     needed = int(WINDOWS * share * num_bytes * len(subset) / max(1, len(table))) + AT_LEAST
-    needed = min(needed, int(num_bytes / 0.9) + AT_LEAST)
+    needed = min(needed, int(num_bytes / FILLED) + AT_LEAST)
     if needed > budget_bytes():
         raise UserError(
             f"The cache may take {budget_bytes() / 1e6:,.0f} MB, and a window of {loader.window:,} samples needs about "
@@ -67,11 +74,11 @@ def remote_order(
     return order
 
 
-def fetched_ahead(places: Any, *, kept_for: int | None, rows_of: Any = None) -> Ahead:
+def fetched_ahead(places: Any, *, kept_for: int | None, rows_of: Any = None, rest: Any = None) -> Ahead:
     """What goes through the plan before the loader does."""
     from stoker.data.storage.ahead import Fetching
 
-    return Fetching(places, budget_bytes(), kept_for=kept_for, rows_of=rows_of)
+    return Fetching(places, budget_bytes(), kept_for=kept_for, rows_of=rows_of, rest=rest)
 
 
 def fetch_stage(places: Callable[[MicroBatch], Sequence[tuple[Any, Indices]]]) -> Stage:

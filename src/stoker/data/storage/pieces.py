@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -53,6 +54,7 @@ class Pieces:
         self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self._pressure = folder / "pressure"
         self._lock = threading.Lock()
+        self._users: Counter[str] = Counter()  # how often each piece was asked for and not released yet
         self._hits = self._misses = self.num_damaged = 0
         self.index.others = made_bytes()
         self._requests.start(self._look())
@@ -64,6 +66,8 @@ class Pieces:
     def bring(self, wanted: Sequence[tuple[Url, str, Piece]]) -> "list[Future[Path]]":
         """Each piece as a file that is whole, leased to this process, as soon as it is here."""
         batch = [_Wanted(*one) for one in wanted]
+        with self._lock:
+            self._users.update(one.piece.name for one in batch)
         self._requests.start(self._bring(batch))
         return [one.future for one in batch]
 
@@ -71,7 +75,19 @@ class Pieces:
         """They are not used here any more; where it is known, when they will be."""
         names = [piece.name for piece in pieces]
         if names:
-            self._pool.submit(self.index.release, names, next_use)
+            with self._lock:
+                self._users.subtract(names)
+            self._pool.submit(self._release, names, next_use)
+
+    def _release(self, names: list[str], next_use: float | None) -> None:
+        """What was asked for again meanwhile stays ours."""
+        with self.index.lock:
+            free = [name for name in names if self._users[name] <= 0]
+            self.index.release(free, next_use)
+            with self._lock:
+                for name in free:
+                    if self._users[name] <= 0:
+                        del self._users[name]
 
     def path(self, piece: Piece) -> Path:
         return self.index.path(piece.name)
@@ -123,6 +139,8 @@ class Pieces:
                 ((state, crc),) = await self._in_thread(self.index.take, [one.piece])
             one.future.set_result(self.path(one.piece))
         except BaseException as error:
+            with self._lock:
+                self._users[one.piece.name] -= 1
             one.future.set_exception(error)
 
     async def _fetch(self, one: _Wanted) -> None:

@@ -11,9 +11,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from stoker.data.cache import PIECES, cache_folder
 from stoker.data.ragged import Array, Indices
@@ -41,7 +43,7 @@ class RemoteFile:
         self._lock = threading.RLock()
         self._here = np.zeros(self.num_blocks, bool)  # whole, leased, and mapped where there is a map
         self._held = np.zeros(self.num_blocks, np.int32)  # how many read it right now
-        self._num_here = self._readers = 0  # blocks, and those who read all of them
+        self.changes = self._readers = 0  # blocks that came or went, and those who read whatever is here
         self._coming: dict[int, Future[Path]] = {}
         self._map: _Stretch | None = None
         if _may_fetch():
@@ -59,32 +61,29 @@ class RemoteFile:
     def want(self, numbers: Sequence[int] | Indices) -> int:
         """Begins to fetch them; how many bytes are on their way now that were not before."""
         asked_for = np.asarray(numbers, np.int64)
-        if self.is_whole:
-            return 0
         with self._lock:
             new = [one for one in asked_for[~self._here[asked_for]].tolist() if one not in self._coming]
             if new:
                 asked = [self._piece(number) for number in new]
                 futures = self._pieces.bring([(self.url, self._tag, piece) for piece in asked])
                 self._coming.update(zip(new, futures, strict=True))
+                for number, future in zip(new, futures, strict=True):
+                    future.add_done_callback(partial(self._came, number))
             return sum(piece.count for piece in asked) if new else 0
 
-    @property
-    def is_whole(self) -> bool:
-        """All of it is here, at this moment."""
-        return self._num_here == self.num_blocks
-
     @contextmanager
-    def held_whole(self) -> Iterator[bool]:
-        """Inside the block all of it stays here; False: it is not."""
+    def reading(self) -> Iterator[None]:
+        """Inside the block nothing that is here is let go."""
         with self._lock:
             self._readers += 1
-            whole = self.is_whole
         try:
-            yield whole
+            yield
         finally:
             with self._lock:
                 self._readers -= 1
+
+    def is_here(self, numbers: Indices) -> npt.NDArray[np.bool_]:
+        return self._here[numbers]
 
     @contextmanager
     def held(self, numbers: Sequence[int] | Indices) -> Iterator[None]:
@@ -102,7 +101,8 @@ class RemoteFile:
             self._held[numbers] += 1
             missing = numbers[~self._here[numbers]].tolist()
             self.want(missing)
-            coming = {number: self._coming[number] for number in missing}
+            # What is not on its way any more came while it was asked for.
+            coming = {number: self._coming[number] for number in missing if number in self._coming}
         try:
             for number, future in coming.items():
                 self._arrived(number, future.result())
@@ -114,13 +114,18 @@ class RemoteFile:
                         del self._coming[number]  # it may be asked for again
             raise
 
+    def _came(self, number: int, future: "Future[Path]") -> None:
+        """Whoever needs it next finds it in its place; an error is left to them."""
+        if future.exception() is None:
+            self._arrived(number, future.result())
+
     def _arrived(self, number: int, path: Path) -> None:
         with self._lock:
             if self._coming.pop(number, None) is not None:
                 if self._map is not None:
                     self._map.put(number * self.block, self._piece(number).count, path)
                 self._here[number] = True
-                self._num_here += 1
+                self.changes += 1
 
     def done_with(self, numbers: Sequence[int] | Indices, next_use: float | None = None) -> None:
         """They may be removed when room is needed."""
@@ -129,7 +134,7 @@ class RemoteFile:
                 return
             free = [int(one) for one in numbers if self._held[one] == 0 and self._settled(int(one))]
             for number in free:
-                self._num_here -= int(self._here[number])
+                self.changes += 1
                 self._here[number] = False
                 self._coming.pop(number, None)
                 if self._map is not None:

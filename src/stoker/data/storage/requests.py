@@ -26,7 +26,7 @@ from stoker.errors import UserError
 from stoker.runs.environment import environment_number
 
 T = TypeVar("T")
-FEWEST, FIRST, MOST = 2, 16, 256  # requests at a time
+FEWEST, FIRST, MOST = 2, 6, 256  # requests at a time
 SLOWER = 3.0  # times the quickest answer of a size: more requests only wait for one another
 BACK_OFF_S = 0.1, 5.0  # the first pause, and the longest
 STALLED_S = 20.0  # an answer that is not there by then is asked for again, later each time
@@ -71,6 +71,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.limit, self.throttled, self._last_cut = float(FIRST), 0, 0.0
+        self._starting = True
         self._quickest: dict[int, float] = {}
         self._in_flight = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -95,11 +96,15 @@ class Pace:
         self._quickest[size] = min(
             seconds, self._quickest.get(size, seconds) * 1.001
         )  # what was once quick may be over
-        change = 1.0 if seconds < SLOWER * self._quickest[size] else -0.25
-        self.limit = min(MOST, max(FEWEST, self.limit + change / self.limit))
+        if seconds < SLOWER * self._quickest[size]:
+            change = 1.0 if self._starting else 1.0 / self.limit  # twice as many a round, until that is too many
+        else:
+            self._starting, change = False, -0.25 / self.limit
+        self.limit = min(MOST, max(FEWEST, self.limit + change))
 
     def told_off(self) -> None:
         self.throttled += 1
+        self._starting = False
         if time.monotonic() - self._last_cut > 0.5:  # the answers to what was already asked say it again
             self._last_cut = time.monotonic()
             self.limit = max(FEWEST, self.limit / 2)

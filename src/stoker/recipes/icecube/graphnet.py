@@ -21,6 +21,8 @@ import pyarrow.parquet as pq
 from stoker import console
 from stoker.data.cache import cache_folder, cache_lock
 from stoker.data.locations import Location, identity, is_file, is_folder, named, stat
+from stoker.data.storage.urls import Url
+from stoker.data.store import is_store
 from stoker.errors import UserError
 from stoker.files import new_folder
 from stoker.recipes.icecube.events import TRUTH
@@ -58,6 +60,8 @@ def is_foreign(path: Location) -> bool:
     """A database, or a folder of Parquet files with a column event_no."""
     if str(path).lower().endswith(DATABASES) and is_file(path):
         return True
+    if isinstance(path, Url) and (is_store(path) or path.scheme in ("https", "http")):
+        return False
     if not is_folder(path) or is_file(path / "train_meta.parquet") or is_file(path / "test_meta.parquet"):
         return False
     return any(EVENT in own for own in Folder(path).columns().values())

@@ -180,7 +180,7 @@ class PackedEvents:
     def order(self, subset: Subset) -> EpochOrder:
         if self.kind_of_order == "exact":
             return _exact_order(subset)
-        if isinstance(self.path, Url):
+        if isinstance(self.path, Url) and self.kind_of_order == "window":
             check_budget(self.table, subset, self._store.num_bytes, self._loader)
         table = replace(self.table, blocks=self._store.block_rows())
         return remote_order(self.kind_of_order, table, subset, self._loader, str(self.path))
@@ -189,7 +189,8 @@ class PackedEvents:
         if not isinstance(self.path, Url):
             return None
         kept_for = self._loader.window if self.kind_of_order == "window" else None
-        return fetched_ahead(self._store.places, kept_for=kept_for, rows_of=self._store.rows_of)
+        store = self._store
+        return fetched_ahead(store.places, kept_for=kept_for, rows_of=store.rows_of, rest=store.want_rest)
 
     def stages(self, sample_cost: int | None, quarantine: Quarantine, truth: Array | None) -> list[Stage]:
         stages = _reading_stages(self.table, self.gather, sample_cost, quarantine, truth)

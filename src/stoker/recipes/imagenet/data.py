@@ -46,7 +46,7 @@ def _order(run: RunConfig, images: Images, training: ListSubset) -> tuple[EpochO
     if isinstance(root, Url):
         num_bytes = int(table.columns["count"].sum(dtype=np.int64))
         kind = choose_order(asked, num_bytes, in_blocks=in_blocks)
-        if kind != "exact":
+        if kind == "window":
             check_budget(table, training, num_bytes, run.loader)
     if kind == "exact":
         return lambda seed, epoch: ExactOrder(len(training), seed, epoch), kind
