@@ -5,13 +5,14 @@ path or a URL of an object store, whose bytes come through the cache (`stoker.da
 """
 
 import errno
+import io
 import os
 import stat as kinds
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, BinaryIO, TypeAlias
 
 from pydantic import BeforeValidator
 
@@ -182,6 +183,15 @@ def remote_file(location: Location) -> Any:
 def new_remote_file(location: Location, found: Found) -> Any:
     """The same, of a file as it was listed, which nobody remembers."""
     return _files().RemoteFile(location, found)
+
+
+def open_file(location: Location) -> BinaryIO:
+    """For reading from the beginning to the end."""
+    if isinstance(location, Url):
+        from stoker.data.storage.stream import Stream
+
+        return io.BufferedReader(Stream(remote_file(location)), 1 << 16)
+    return open_local(location).open("rb")
 
 
 def identity(location: Location) -> str:

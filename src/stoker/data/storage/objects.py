@@ -28,7 +28,7 @@ from stoker.errors import MachineError, UserError
 T = TypeVar("T")
 CONNECT_S, SILENT_S = 5, 10  # to reach a server, and between two parts of its answer
 PROVIDERS = ("AWS_", "GOOGLE_", "AZURE_")  # of names in the environment that say where and as whom
-LISTED_AT_ONCE = 32  # folders
+LISTED_AT_ONCE, DEEPEST = 32, 3  # folders, and levels that are looked through for so many
 SECRETS = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)  # in names of the environment
 PUBLIC = re.compile(r"FILE|PATH|_URI$|_URL$|ENDPOINT", re.IGNORECASE)  # of those, what holds no secret
 # A server that is too busy, gone, or broke off: asked again it may answer.
@@ -105,20 +105,30 @@ def list_folder(url: Url) -> tuple[list[str], list[Found]]:
 
 
 def list_all(url: Url) -> Iterator[Found]:
-    """Every object below a folder, the folders in it side by side."""
-    folders, objects = list_folder(url)
-    yield from objects
-
-    def below(name: str) -> list[Found]:
-        def listed() -> list[Found]:
-            pages: Any = obstore.list(client(url), (url / name).key, chunk_size=1000)
-            return [_found(one, url) for page in pages for one in page]
-
-        return _patiently(url / name, listed)
-
+    """Every object below a folder, with names from there on, many folders of it side by side."""
+    folders = [url]
     with ThreadPoolExecutor(LISTED_AT_ONCE, "list") as pool:
-        for found in pool.map(below, folders):
+        for _ in range(DEEPEST):  # down to where there are enough folders to share out
+            level = list(pool.map(list_folder, folders))
+            for folder, (_, objects) in zip(folders, level, strict=True):
+                yield from (_below(one, folder, url) for one in objects)
+            folders = [folder / name for folder, (names, _) in zip(folders, level, strict=True) for name in names]
+            if not folders or len(folders) >= LISTED_AT_ONCE:
+                break
+        for found in pool.map(lambda folder: _list_below(folder, url), folders):
             yield from found
+
+
+def _list_below(folder: Url, root: Url) -> list[Found]:
+    def listed() -> list[Found]:
+        pages: Any = obstore.list(client(folder), folder.key, chunk_size=1000)
+        return [_found(one, root) for page in pages for one in page if not one["path"].endswith("/")]
+
+    return _patiently(folder, listed)
+
+
+def _below(one: Found, folder: Url, root: Url) -> Found:
+    return one if folder == root else Found(f"{folder.key[len(root.key) :].lstrip('/')}/{one.name}", one.size, one.tag)
 
 
 def put(url: Url, content: Any) -> None:

@@ -13,7 +13,7 @@ from pydantic import Field
 from stoker import console
 from stoker.data import samples, store
 from stoker.data.bad_samples import BadSamples, Quarantine
-from stoker.data.cache import cache_folder, cache_lock, free_bytes
+from stoker.data.cache import budget_bytes, cache_folder, cache_lock, free_bytes, made_bytes
 from stoker.data.loader import LoaderConfig
 from stoker.data.locations import DataPath, Location, is_file, named
 from stoker.data.pack import pack
@@ -227,6 +227,13 @@ def _may_pack(root: Location, table: SampleTable) -> bool:
     if table.unreadable:
         return False
     needed, free = events.packed_bytes(table), free_bytes(cache_folder())
+    room = budget_bytes() - made_bytes()
+    if needed > room:
+        console.say(
+            f"Reading {root} directly: a packed copy would take {needed / 1e9:.1f} GB and the cache's budget leaves "
+            f"{room / 1e9:.1f} GB (STOKER_CACHE_BYTES). `stoker pack icecube {root} OUT` packs elsewhere."
+        )
+        return False
     if 2 * needed > free:
         console.say(
             f"Reading {root} directly: a packed copy would take {needed / 1e9:.1f} GB and the cache's disk has "

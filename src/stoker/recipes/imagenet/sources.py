@@ -7,6 +7,7 @@ its number in the folder's list of names.
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -36,13 +37,14 @@ from stoker.data.storage.urls import Found, Url
 from stoker.errors import UserError
 from stoker.recipes.imagenet.classes import ClassMap, class_map, listed
 from stoker.recipes.imagenet.flat import flat_folder, flat_labels
-from stoker.recipes.imagenet.tars import ENDINGS, read_tar
+from stoker.recipes.imagenet.tars import ENDINGS, indexed_tar
 
 TRAINING, VALIDATION = ("train", "training"), ("val", "validation", "valid", "test")
 LABELS = {"label": np.int32, "part": np.int8}  # part 0: training, 1: validation
 MANIFEST = "images.json"  # of a packed set
 VERSION = 2
 SHOWN_PROBLEMS = 5
+TARS_AT_ONCE = 8  # that are indexed, where they lie elsewhere
 NOT_READ = (".tif", ".tiff", ".gif", ".heic", ".jp2", ".avif")  # images that are left out, and named
 
 
@@ -172,9 +174,12 @@ def _open_tars(root: Location, *, keep_damaged: bool) -> Images:
     shards = _tars(root)
     found: list[_Found] = []
     problems: list[str] = []
-    with console.progress("index tar shards", len(shards), "files") as bar:
-        for shard, name in enumerate(shards):
-            listed_images, wrong = read_tar(root / name)
+    with (
+        console.progress("index tar shards", len(shards), "files") as bar,
+        ThreadPoolExecutor(TARS_AT_ONCE if isinstance(root, Url) else 1, "tars") as pool,
+    ):
+        indexed = pool.map(indexed_tar, [root / name for name in shards])
+        for shard, (name, (listed_images, wrong)) in enumerate(zip(shards, indexed, strict=True)):
             part = int(_is_validation(name))
             found += [_Found(shard, one.first, one.count, one.label, part, one.name) for one in listed_images]
             problems += [f"{root / name}: {problem}" for problem in wrong]

@@ -4,14 +4,20 @@
 middle for the end of the archive, so the end is looked at here: two blocks of zeros, and nothing behind them.
 """
 
+import hashlib
+import json
 import tarfile
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from stoker.data.locations import Location, open_local, read_range, stat
+from stoker.data.cache import cache_folder
+from stoker.data.locations import Location, identity, open_file, read_range, stat
+from stoker.files import write_bytes
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 BLOCK = tarfile.BLOCKSIZE
+VERSION = 1  # of what is kept of a tar
 LONGEST_CLASS = 1000  # bytes of a .cls file
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstandard"}
 
@@ -24,6 +30,23 @@ class TarImage:
     name: str
 
 
+def indexed_tar(path: Location) -> tuple[list[TarImage], list[str]]:
+    """What `read_tar` finds; of a tar that lies elsewhere it is kept, as long as that has the same version."""
+    found = stat(path)
+    if found is None or not found.tag:
+        return read_tar(path)
+    name = hashlib.sha256(f"{VERSION} {identity(path)} {found.tag} {found.size}".encode()).hexdigest()[:32]
+    kept = cache_folder() / "listings" / f"tar-{name}.json"
+    try:
+        images, problems = json.loads(kept.read_text())
+        return [TarImage(*one) for one in images], [str(one) for one in problems]
+    except (OSError, ValueError, TypeError):
+        images, problems = read_tar(path)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(kept, json.dumps([[astuple(one) for one in images], problems]).encode())
+        return images, problems
+
+
 def read_tar(path: Location) -> tuple[list[TarImage], list[str]]:
     """The images of a tar that have a class, and every problem in words."""
     images: dict[str, tuple[str, int, int]] = {}
@@ -32,10 +55,10 @@ def read_tar(path: Location) -> tuple[list[TarImage], list[str]]:
     found = stat(path)
     size = 0 if found is None else found.size
     try:
-        with tarfile.open(open_local(path), "r:") as tar:
+        with open_file(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
                 _look_at(tar, member, images, labels, problems)
-            problems += _after(path, tar.offset, size)
+            problems += _after(file, tar.offset, size)
     except tarfile.TarError as error:
         kind = COMPRESSED.get(read_range(path, 0, 2))
         problems.append(
@@ -83,20 +106,17 @@ def _look_at(
             problems.append(f"{member.name} ({member.size:,} bytes) is no name of a class")
 
 
-def _after(path: Location, end: int, size: int) -> list[str]:
+def _after(file: BinaryIO, end: int, size: int) -> list[str]:
     """What is wrong from the first block on that is no header of a member."""
-    with open_local(path).open("rb") as file:
-        file.seek(end)
-        marker = file.read(2 * BLOCK)
-        if marker[:BLOCK].strip(b"\0"):
-            return [
-                f"the header at byte {end:,} is damaged, and what comes after it ({size - end:,} bytes) is not found"
-            ]
-        if len(marker) < 2 * BLOCK or marker.strip(b"\0"):
-            return [f"it has no end marker at byte {end:,}: it was cut short there, or overwritten"]
-        while part := file.read(1 << 20):
-            if part.strip(b"\0"):
-                return [f"there is more behind its end marker, from byte {end:,} on"]
+    file.seek(end)
+    marker = file.read(2 * BLOCK)
+    if marker[:BLOCK].strip(b"\0"):
+        return [f"the header at byte {end:,} is damaged, and what comes after it ({size - end:,} bytes) is not found"]
+    if len(marker) < 2 * BLOCK or marker.strip(b"\0"):
+        return [f"it has no end marker at byte {end:,}: it was cut short there, or overwritten"]
+    while part := file.read(1 << 20):
+        if part.strip(b"\0"):
+            return [f"there is more behind its end marker, from byte {end:,} on"]
     return []
 
 
