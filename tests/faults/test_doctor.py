@@ -38,7 +38,7 @@ from stoker.doctor.waterfall import draw, waterfall
 from stoker.errors import UserError
 from stoker.runs.events import EventLog, read_events
 from stoker.runs.folder import RunFolder
-from stoker.runs.schema import Evaluation, Found, Step
+from stoker.runs.schema import Evaluation, Found, LoaderTimes, Step
 
 sys.path.insert(0, str(Path(__file__).parent))
 from planted import loops
@@ -132,6 +132,28 @@ def test_rules_of_a_whole_run() -> None:
     assert rules == {"evaluation", "saving", "drift", "straggler", "memory-creep"}
     assert "Rank 1 takes 40% longer" in next(one.sentence for one in diagnose(found) if one.rule == "straggler")
     assert verdict(step_of(0.01), []).startswith("Healthy")
+
+
+def test_a_run_that_waits_for_an_object_store(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "far", [1000.0] * 8)
+    storage = {"bytes": 1e9, "requests": 300.0, "retries": 3.0, "latency_p50_ms": 40.0, "latency_p99_ms": 300.0,
+               "throttled": 2.0, "at_a_time": 12.0, "hits": 10.0, "misses": 250.0, "damaged": 0.0, "cache_bytes": 9e9,
+               "budget_bytes": 1e10}  # fmt: skip
+    stages = {"fetch": {"busy_s": 8.0}, "read": {"busy_s": 1.0}}
+    with EventLog(run.events) as log:
+        for step in (10, 20):
+            log.write(LoaderTimes(step=step, seconds=10.0, wait_s=1.0, wait_p50_ms=1.0, wait_p99_ms=1.0, ready=1.0,
+                                  stages=stages, storage=storage))  # fmt: skip
+    (one,) = [one for one in diagnose(from_events(run)) if one.rule == "fetch"]
+    assert one.share == pytest.approx(0.1)
+    assert "100 MB/s" in one.sentence
+    assert "STOKER_CACHE_BYTES" in one.change
+    assert any("500 were not" in line for line in one.evidence)
+    found = from_events(run)
+    found.storage["cache_bytes"] = 0.0
+    assert "stoker fetch" in next(one for one in diagnose(found) if one.rule == "fetch").change
+    found.fetch_share = 0.2  # it waits, but for something else
+    assert "fetch" not in [one.rule for one in diagnose(found)]
 
 
 def write_run(folder: Path, rates: list[float], judged_s: float = 0.0, ranks: list[float] | None = None) -> RunFolder:

@@ -42,6 +42,7 @@ def from_events(run: RunFolder) -> Measured:
         third = len(rates) // 3
         found.drift = statistics.median(rates[-third:]) / max(statistics.median(rates[:third]), 1e-9) - 1
         found.grown_bytes = _growth(steps)
+    _elsewhere(run, found)
     scales = [event.loss_scale for event in steps if event.loss_scale is not None]
     found.loss_scale = scales[-1] if scales else None
     compiled = list(read_events(run.events, schema.Compilation))
@@ -67,6 +68,22 @@ def _outside(run: RunFolder, found: Measured, trained_s: float) -> None:
     total = trained_s + judged + saved
     if total > 0:
         found.evaluation_share, found.checkpoint_share = judged / total, saved / total
+
+
+def _elsewhere(run: RunFolder, found: Measured) -> None:
+    """What storage did, of a run whose data lie elsewhere."""
+    loaded = [event for event in read_events(run.events, schema.LoaderTimes) if event.storage]
+    if not loaded:
+        return
+    summed = ("bytes", "requests", "retries", "hits", "misses")
+    found.storage = {
+        **loaded[-1].storage,
+        **{name: sum(one.storage.get(name, 0.0) for one in loaded) for name in summed},
+    }
+    found.storage["latency_p99_ms"] = max(one.storage.get("latency_p99_ms", 0.0) for one in loaded)
+    found.storage["seconds"] = sum(one.seconds for one in loaded)
+    busy = {name: sum(one.stages.get(name, {}).get("busy_s", 0.0) for one in loaded) for name in loaded[-1].stages}
+    found.fetch_share = busy.get("fetch", 0.0) / max(sum(busy.values()), 1e-9)
 
 
 def _growth(steps: list[schema.Step]) -> float:

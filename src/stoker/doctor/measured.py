@@ -80,6 +80,8 @@ class Measured:
     drift: float = 0.0  # rate of the last third of a run over that of the first, less one
     decode_rate: float | None = None  # images/s that one thread can decode, of a recipe of images
     loss_scale: float | None = None  # of float16, at the end of a run
+    storage: dict[str, float] = field(default_factory=dict)  # of data elsewhere, from a run's events
+    fetch_share: float = 0.0  # of what the loader's threads did: waiting for pieces
     slow_rank: tuple[int, float] | None = None  # its number, and how much longer it takes than the median
     learning: Learning | None = None
     answers: Answers | None = None  # of a watched model

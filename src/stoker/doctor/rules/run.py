@@ -1,5 +1,7 @@
 """Rules that take a whole run to see: memory, evaluations, checkpoints, a rate that falls, a rank that lags behind."""
 
+from collections import defaultdict
+
 from stoker.doctor.finding import Finding
 from stoker.doctor.measured import Measured
 from stoker.doctor.rules.base import SERIOUS, of_learning, rule
@@ -59,6 +61,29 @@ def drift(found: Measured) -> Finding | None:
     change = "look at memory, temperature and what else the machine does; `stoker doctor TARGET` measures the legs"
     factor = 1 / (1 + found.drift)
     return Finding("drift", -found.drift, sentence, change, (), factor, 0.9 * factor, 1.1 * factor)
+
+
+@rule("fetch")
+def fetch(found: Measured) -> Finding | None:
+    if not found.storage or found.run is None or found.fetch_share < 0.5:
+        return None
+    share = found.wait_s / found.run_s
+    if share < 0.05:
+        return None
+    told = defaultdict(float, found.storage)
+    rate = told["bytes"] / max(told["seconds"], 1e-9) / 1e6
+    sentence = f"{share:.0%} of the time is spent waiting for data that lie elsewhere, which come at {rate:,.0f} MB/s."
+    used, budget = told["cache_bytes"] / 1e9, told["budget_bytes"] / 1e9
+    evidence = (
+        f"{told['requests']:,.0f} requests; {told['retries']:,.0f} tried again, {told['throttled']:,.0f} refused as too many",
+        f"99 % of them within {told['latency_p99_ms']:,.0f} ms; {told['at_a_time']:.0f} at a time",
+        f"{told['hits']:,.0f} pieces were in the cache, {told['misses']:,.0f} were not; it takes {used:,.1f} of {budget:,.1f} GB",
+    )
+    change = "`stoker fetch SOURCE DIR` before the run"
+    if told["cache_bytes"] > 0.8 * told["budget_bytes"]:
+        change = "a larger STOKER_CACHE_BYTES: pieces are fetched again in every epoch"
+    factor = 1 / (1 - min(share, 0.99))
+    return Finding("fetch", share, sentence, change, evidence, factor, 0.7 * factor, factor)
 
 
 @rule("scale-collapsed")
