@@ -75,9 +75,9 @@ def fetch(found: Measured) -> Finding | None:
     sentence = f"{share:.0%} of the time is spent waiting for data that lie elsewhere, which come at {rate:,.0f} MB/s."
     used, budget = told["cache_bytes"] / 1e9, told["budget_bytes"] / 1e9
     evidence = (
-        f"{told['requests']:,.0f} requests; {told['retries']:,.0f} tried again, {told['throttled']:,.0f} refused as too many",
+        f"{told['requests']:,.0f} requests; {told['retries']:,.0f} tried again, {told['throttled']:,.0f} refused",
         f"99 % of them within {told['latency_p99_ms']:,.0f} ms; {told['at_a_time']:.0f} at a time",
-        f"{told['hits']:,.0f} pieces were in the cache, {told['misses']:,.0f} were not; it takes {used:,.1f} of {budget:,.1f} GB",
+        f"{told['hits']:,.0f} pieces were in the cache, {told['misses']:,.0f} were not; {used:,.1f} of {budget:,.1f} GB used",
     )
     change = "`stoker fetch SOURCE DIR` before the run"
     if told["cache_bytes"] > 0.8 * told["budget_bytes"]:
