@@ -77,7 +77,7 @@ def fetch(found: Measured) -> Finding | None:
     evidence = (
         f"{told['requests']:,.0f} requests; {told['retries']:,.0f} tried again, {told['throttled']:,.0f} refused",
         f"99 % of them within {told['latency_p99_ms']:,.0f} ms; {told['at_a_time']:.0f} at a time",
-        f"{told['hits']:,.0f} pieces were in the cache, {told['misses']:,.0f} were not; {used:,.1f} of {budget:,.1f} GB used",
+        f"{told['hits']:,.0f} pieces were in the cache, {told['misses']:,.0f} were not; {used:,.1f} of {budget:,.1f} GB",
     )
     change = "`stoker fetch SOURCE DIR` before the run"
     if told["cache_bytes"] > 0.8 * told["budget_bytes"]:
