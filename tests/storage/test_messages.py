@@ -101,6 +101,46 @@ def _as_someone(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-that-must-not-show")
 
 
+@pytest.mark.parametrize("endpoint", ["nonsense", "http://user:a-secret@host", "ftp://host"])
+def test_an_endpoint_that_is_no_address(monkeypatch: pytest.MonkeyPatch, capsys: Any, endpoint: str) -> None:
+    _as_someone(monkeypatch, endpoint)
+    code, err = told("s3://bucket/x", capsys)
+    assert code == 2
+    assert "AWS_ENDPOINT_URL is no address" in err
+    assert "a-secret" not in err
+
+
+def test_places_that_must_be_local(
+    bucket: Bucket, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    obstore.put(bucket.store, "one/file", b"x")
+    for words in (["fetch", "s3://bucket/one", "s3://bucket/two"], ["simulate", "s3://bucket/three"]):
+        assert cli(words) == 2
+        assert "writes to local folders only" in capsys.readouterr().err
+    assert not list(tmp_path.glob("s3*"))
+    obstore.put(bucket.store, "both/p", b"x")
+    obstore.put(bucket.store, "both/p/q", b"x")
+    for url in ("s3://bucket/both", "s3://bucket/both/p"):
+        assert cli(["fetch", url, str(tmp_path / "out")]) == 2
+        assert "a disk cannot hold both" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"), [("s3://no-such-bucket/runs", "no bucket"), ("https://host/runs", "web servers")]
+)
+def test_a_run_that_could_not_be_kept_does_not_begin(
+    bucket: Bucket, events: Path, capsys: Any, folder: str, words: str
+) -> None:
+    code = cli(
+        ["train", "icecube:demo", "--data.path", str(events / "packed"), "--run.device", "cpu", "--run.folder", folder]
+    )
+    err = capsys.readouterr().err
+    assert code == 2
+    assert words in err
+    assert "step" not in err
+
+
 def test_a_web_server_has_no_listing(answering: Any, capsys: Any) -> None:
     answering.status, answering.text = 404, "not found"
     code, err = told(answering.endpoint + "/set", capsys, "imagenet:demo")

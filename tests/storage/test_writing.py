@@ -15,8 +15,11 @@ import pytest
 from conftest import Bucket, Faults
 
 from stoker.cli import run as cli
-from stoker.data.locations import read
+from stoker.data.locations import open_local, read
+from stoker.data.storage import objects, pieces, requests
+from stoker.data.storage.upload import upload
 from stoker.data.storage.urls import Url
+from stoker.errors import UserError
 from stoker.runs.events import read_events
 from stoker.runs.schema import Step
 
@@ -32,6 +35,57 @@ def test_a_set_is_packed_into_a_store(bucket: Bucket, events: Path, own_cache: P
     assert not list((own_cache / "packing").glob("*"))
     assert cli(["pack", "icecube", str(events / "files"), url]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_a_pack_that_was_killed_while_it_copied_goes_on(
+    bucket: Bucket, events: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    url, put, left = "s3://bucket/halfway/packed", objects.put, [4]
+
+    def failing(place: Any, content: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        put(place, content)
+
+    monkeypatch.setattr(objects, "put", failing)
+    assert cli(["pack", "icecube", str(events / "files"), url]) != 0
+    assert len(bucket.names("halfway")) == 4
+    monkeypatch.setattr(objects, "put", put)
+    assert cli(["pack", "icecube", str(events / "files"), url]) == 0
+    assert read(Url.parse(f"{url}/store.json")) == (events / "packed" / "store.json").read_bytes()
+    assert cli(["cache", "clear", "--all"]) == 0
+    assert not (own_cache / "packing").exists()
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_copied(bucket: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("x")
+    upload(tmp_path, Url.parse("s3://bucket/pruned"), ["gone", "there"])
+    assert bucket.names("pruned") == ["pruned/there"]
+    with pytest.raises(UserError, match="no bucket"):
+        objects.put(Url.parse("s3://no-such-bucket/x"), b"")
+
+
+def test_a_large_file_comes_in_parts(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "LARGE", 1000)
+    monkeypatch.setattr(requests, "PART", 700)
+    content = os.urandom(10_123)
+    obstore.put(bucket.store, "large/file", content)
+    before = bucket.proxy.requests
+    assert open_local(Url.parse("s3://bucket/large/file")).read_bytes() == content
+    assert bucket.proxy.requests - before >= 15
+
+
+def test_a_shard_that_is_cut_short_is_named(bucket: Bucket, tmp_path: Path, capsys: Any) -> None:
+    from stoker.recipes.imagenet.draw import draw_set
+
+    draw_set(tmp_path / "drawn", 12, 4, 3)
+    assert cli(["pack", "imagenet", str(tmp_path / "drawn"), str(tmp_path / "packed")]) == 0
+    shard = next((tmp_path / "packed").glob("*.bin"))
+    shard.write_bytes(shard.read_bytes()[:1000])
+    url = bucket.upload(tmp_path / "packed", "short/packed")
+    assert cli(["train", "imagenet:demo", "--data.path", url, "--run.device", "cpu", "--train.steps", "2"]) == 2
+    assert "it is cut short" in capsys.readouterr().err
 
 
 def test_a_set_is_packed_from_a_store(bucket: Bucket, events: Path, tmp_path: Path) -> None:

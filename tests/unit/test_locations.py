@@ -61,7 +61,8 @@ def test_a_url_is_a_place(url: str) -> None:
 @pytest.mark.parametrize(
     ("url", "words"),
     [("ftp://host/set", "no storage"), ("s3://key:secret@bucket/x", "user or a password"), ("s3:///x", "no bucket"),
-     ("https://host/set?X-Amz-Signature=abc", "has a query"), ("s3://bucket/../x", "up and down by dots")],
+     ("https://host/set?X-Amz-Signature=abc", "has a query"), ("s3://bucket/../x", "up and down by dots"),
+     ("az://container/x?sv=1&sig=abc", "has a query"), ("s3://bucket/x?X-Amz-Signature=abc", "has a query")],
 )  # fmt: skip
 def test_urls_that_are_none_are_refused_without_what_they_hold(url: str, words: str) -> None:
     with pytest.raises(UserError, match=words) as raised:

@@ -3,6 +3,7 @@
 Words like `--train.lr 1e-4` are taken out first and handed to the command as overrides.
 """
 
+import atexit
 import errno
 import io
 import os
@@ -28,6 +29,13 @@ def main() -> None:
     except BrokenPipeError:  # whoever read our output has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    if (
+        "stoker.data.storage.requests" in sys.modules
+    ):  # threads of its client library end with the process, and not before
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     if under_launcher or "TORCHELASTIC_RUN_ID" in os.environ:
         # Taking gloo's connections down at exit now and then aborts a rank whose work is done (seen with torch 2.15).
         sys.stdout.flush()

@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 
 from stoker import console
 from stoker.cli.doctor import Doctor, stop_if_it_cannot_learn
-from stoker.cli.options import Flag, no_overrides
+from stoker.cli.options import Flag, local, no_overrides
 from stoker.cli.output import is_other_rank, print_result, show_check, show_outcome
 from stoker.cli.storage import Cache, Fetch
 from stoker.errors import UserError
@@ -40,6 +40,7 @@ class Simulate:
 
     def run(self, overrides: list[str]) -> int:
         no_overrides("simulate", overrides)
+        local(self.out)
         if self.check:
             if self != Simulate(self.out, check=True, json=self.json):
                 raise UserError("--check looks at a directory that exists and takes no other option than --json.")

@@ -1,13 +1,12 @@
 """`stoker fetch` and `stoker cache`: data that lie elsewhere, and what is kept of them here."""
 
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from tyro.conf import Positional, UseAppendAction
 
 from stoker import console
-from stoker.cli.options import Flag, no_overrides
+from stoker.cli.options import Flag, local, no_overrides
 from stoker.cli.output import print_result
 from stoker.errors import UserError
 
@@ -18,7 +17,7 @@ class Fetch:
     Without DIR a local folder is only read through, which warms a disk that loads lazily."""
 
     source: Positional[str]  # s3://, gs://, az:// or a local folder
-    out: Positional[Path | None] = None  # folder to fill
+    out: Positional[str | None] = None  # folder to fill
     subset: UseAppendAction[list[str]] = field(default_factory=list)  # pattern of names, such as 'train/n014*'; several
     threads: int = 16  # files at a time
     json: Flag = False  # print the result as JSON
@@ -30,7 +29,7 @@ class Fetch:
 
         if self.threads < 1:
             raise UserError(f"--threads is {self.threads}; at least one is needed.")
-        done = fetch(named(self.source), self.out, self.subset, self.threads)
+        done = fetch(named(self.source), None if self.out is None else local(self.out), self.subset, self.threads)
         text = f"{done.files:,} files, {done.num_bytes / 1e6:,.1f} MB"
         there = f" ({done.already:,} were there)" if done.already else ""
         print_result(asdict(done), f"{text}{there} {f'in {self.out}' if self.out else 'read'}", as_json=self.json)

@@ -46,10 +46,10 @@ def folder_sizes() -> dict[str, int]:
     """Bytes of each folder of the cache."""
     folder = cache_folder()
     found = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    return {path.name: _size_below(path) for path in found}
+    return {path.name: size_below(path) for path in found}
 
 
-def _size_below(folder: Path) -> int:
+def size_below(folder: Path) -> int:
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:

@@ -60,9 +60,9 @@ def start(target: Target, *, init_from: Path | None = None, allow_partial: bool 
     """A new run, from its first step to its last. Under torchrun a restarted run goes on from its last checkpoint."""
     config = target.config
     with _met() as ranks:
-        check_new_run(
-            elsewhere.working_root(config.run.folder), config.run.name
-        )  # before anything is packed or simulated for it
+        # Before anything is packed or simulated for it.
+        elsewhere.check_writable(config.run.folder)
+        check_new_run(elsewhere.working_root(config.run.folder), config.run.name)
         weights = None if init_from is None else checkpoint.read_checkpoint(init_from).tensors["model"]
         run = build_run(target.recipe, config, ranks)
         if target.recipe.initialise is not None:
@@ -110,6 +110,7 @@ def fork(path: Path | str, overrides: list[str], which: str, *, trusted: bool = 
     old = open_run(elsewhere.here(path))
     target = resolve_target(str(old.config), overrides, trusted=trusted)
     with _met() as ranks:
+        elsewhere.check_writable(target.config.run.folder)
         check_new_run(elsewhere.working_root(target.config.run.folder), target.config.run.name)
         run = build_run(target.recipe, target.config, ranks)
         found = find_checkpoint(old, which, run.task.goal)

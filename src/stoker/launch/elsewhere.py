@@ -10,6 +10,7 @@ import json
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,11 +23,12 @@ from stoker.data.locations import Location, named
 from stoker.data.pack import PackRequest
 from stoker.data.storage.urls import Found, Url
 from stoker.errors import MachineError, UserError
-from stoker.files import write_bytes, write_json
+from stoker.files import write_json
 from stoker.runs.folder import RunFolder
 from stoker.train.checkpoint import CHECKSUMS
 
 MARK = "elsewhere.json"  # of a working folder: where its run is kept
+SYNCED = ".synced"  # all of it is in the store
 EVERY_S = 5.0  # between two copies, at least
 MANIFESTS = ("store.json", "images.json")
 
@@ -36,6 +38,21 @@ def working_root(root: Location) -> Path:
     if not isinstance(root, Url):
         return root
     return cache_folder() / "runs" / hashlib.sha256(str(root).encode()).hexdigest()[:16]
+
+
+def check_writable(root: Location) -> None:
+    """Before anything else is done for a run: one small object, written and removed."""
+    if not isinstance(root, Url):
+        return
+    if root.scheme in ("https", "http"):
+        raise UserError(
+            f"run.folder is {root}, and runs are not kept on web servers: name an object store or a folder."
+        )
+    from stoker.data.storage import objects
+
+    place = root / f".stoker-{uuid.uuid4().hex}"
+    objects.put(place, b"")
+    objects.delete([place])
 
 
 def keep_elsewhere(folder: RunFolder, root: Location) -> None:
@@ -81,8 +98,10 @@ def _download(place: Url, working: RunFolder, stored: Mapping[str, Found]) -> No
         for name in sorted(wanted, key=lambda name: (name.endswith(CHECKSUMS), name == "config.yaml", name)):
             one, target = stored[name], working.path / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            asked = requests().read(place / name, 0, one.size, one.tag)
-            write_bytes(target, bytes(requests().start(asked).result()) if one.size else b"")
+            partial = target.with_name(f".{target.name}.copying")
+            partial.unlink(missing_ok=True)
+            requests().start(requests().copy(place / name, 0, one.size, one.tag, partial)).result()
+            partial.replace(target)
             bar.advance(one.size)
     working.checkpoints.mkdir(exist_ok=True)
     keep_elsewhere(working, place.parent)
@@ -130,6 +149,7 @@ class _Mirror:
 
     def __init__(self, folder: Path, place: Url) -> None:
         self._folder, self._place = folder, place
+        (folder / SYNCED).unlink(missing_ok=True)
         self._sent: dict[str, tuple[int, int]] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="mirror", daemon=True)
@@ -141,7 +161,7 @@ class _Mirror:
             begin = time.monotonic()
             try:
                 self._copy()
-            except (UserError, MachineError) as error:
+            except (UserError, MachineError, OSError) as error:
                 console.say(f"The run is not being copied: {error}")
             pause = max(EVERY_S, 10 * (time.monotonic() - begin))
 
@@ -165,7 +185,8 @@ class _Mirror:
         self._thread.join()
         try:
             self._copy()
-        except (UserError, MachineError) as error:
+            (self._folder / SYNCED).touch()
+        except (UserError, MachineError, OSError) as error:
             raise MachineError(
                 f"{error} The run is whole in {self._folder}, and not all of it is in {self._place}: `stoker resume "
                 f"{self._place}` on this machine goes on, and copies it."
@@ -180,9 +201,10 @@ def packed(request: PackRequest, pack: Callable[[PackRequest], Mapping[str, Any]
     from stoker.data.storage import objects
     from stoker.data.storage.upload import upload_set
 
-    if any(True for _ in objects.list_all(place)):
-        raise UserError(f"{place} exists already. Choose another name, or remove it to pack again.")
     work = cache_folder() / "packing" / hashlib.sha256(str(place).encode()).hexdigest()[:16] / place.name
+    there = {one.name for one in objects.list_all(place)}
+    if there & set(MANIFESTS) or (there and not work.exists()):  # else it is what we were copying when we were killed
+        raise UserError(f"{place} exists already. Choose another name, or remove it to pack again.")
     work.parent.mkdir(parents=True, exist_ok=True)
     manifest = next((name for name in MANIFESTS if (work / name).is_file()), None)
     if manifest == MANIFESTS[0]:  # it was killed while it copied: a store that is whole is not packed again

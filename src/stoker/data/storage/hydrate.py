@@ -5,10 +5,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from stoker import console
 from stoker.data.cache import free_bytes
@@ -37,6 +37,12 @@ def fetch(source: Location, out: Path | None, subset: Sequence[str] = (), thread
     if not found:
         what = f" that fit {', '.join(subset)}" if subset else ""
         raise UserError(f"{source} holds no files{what}.")
+    names = {one.name for one in found}
+    both = [name for name in names for parent in PurePosixPath(name).parents if str(parent) in names]
+    if both:
+        raise UserError(
+            f"{source} has objects that are folders too, such as that of {both[0]}: a disk cannot hold both."
+        )
     if out is None:
         return _warm(source, found, threads)
     if out.exists() and not out.is_dir():
@@ -58,7 +64,10 @@ def fetch(source: Location, out: Path | None, subset: Sequence[str] = (), thread
 def _listed(source: Location, subset: Sequence[str]) -> Iterator[Found]:
     if isinstance(source, Url):
         alone = objects.head(source) if source.key else None
-        listed = [Found(source.name, alone.size, alone.tag)] if alone else objects.list_all(source)
+        below = list(objects.list_all(source))
+        if alone and below:
+            raise UserError(f"{source} is an object and a folder too, and a disk cannot hold both: name what is in it.")
+        listed: Iterable[Found] = [Found(source.name, alone.size, alone.tag)] if alone else below
     elif is_file(source):
         listed = [Found(source.name, source.stat().st_size, "")]
     elif is_folder(source):
@@ -92,21 +101,16 @@ def _is_there(out: Path, one: Found, whole: dict[str, str]) -> bool:
 
 
 def _copy_all(source: Location, out: Path, todo: list[Found], num_bytes: int, threads: int) -> None:
-    with (
-        console.progress("fetch", num_bytes, "bytes") as bar,
-        ThreadPoolExecutor(threads, "fetch") as pool,
-        (out / JOURNAL).open("a") as journal,
-    ):
+    pool = ThreadPoolExecutor(threads, "fetch")
+    with console.progress("fetch", num_bytes, "bytes") as bar, (out / JOURNAL).open("a") as journal:
         copying = {pool.submit(_copy, source, out, one, bar): one for one in todo}
         try:
             for done in as_completed(copying):
                 done.result()
                 journal.write(json.dumps([copying[done].name, copying[done].tag]) + "\n")
                 journal.flush()
-        except BaseException:
-            for one in copying:
-                one.cancel()
-            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # a server that is gone must not keep us
 
 
 def _copy(source: Location, out: Path, one: Found, bar: console.Progress) -> None:

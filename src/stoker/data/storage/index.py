@@ -186,6 +186,7 @@ class Index:
         """Clears away what dead processes left: leases, and pieces that they were fetching."""
         known = {row[0] for row in self._base.execute("SELECT DISTINCT process FROM leases")}
         known |= {row[0] for row in self._base.execute("SELECT DISTINCT holder FROM pieces WHERE whole = 0")}
+        known |= {path.name for path in (self.folder / "processes").iterdir()}
         dead = [process for process in known if process != self.process and not self._is_alive(process)]
         for process in dead:
             self._base.execute("DELETE FROM leases WHERE process = ?", (process,))

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stoker import console
-from stoker.data.cache import PIECES, budget_bytes, cache_folder, folder_sizes
+from stoker.data.cache import PIECES, budget_bytes, cache_folder, folder_sizes, size_below
 from stoker.data.storage.index import Index
 from stoker.errors import MachineError, UserError
 
-MADE = ("simulated", "drawn", "packed", "imported", "tables", "splits", "listings", "runs")
+MADE = ("simulated", "drawn", "packed", "packing", "imported", "tables", "splits", "listings", "verified", "runs")
+RUNS, SYNCED = "runs", ".synced"  # working copies of runs; those with the mark are whole in their store
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def verify() -> tuple[int, int, int]:
                 if _is_whole(index.path(name), size, crc):
                     whole += 1
                 else:
-                    damaged += 1
+                    damaged += index.path(name).exists()  # a kill while room was made leaves a line without a file
                     index.forget(name)
                 bar.advance()
         return whole, damaged, index.sweep()
@@ -66,9 +67,12 @@ def clear(*, made: bool) -> int:
             freed = folder_sizes()[PIECES]
             shutil.rmtree(cache_folder() / PIECES)
     for name, size in folder_sizes().items() if made else ():
-        if name in MADE and name != "runs":
+        if name in MADE and name != RUNS:
             shutil.rmtree(cache_folder() / name, ignore_errors=True)
             freed += size
+    for mark in list((cache_folder() / RUNS).glob(f"*/*/{SYNCED}")) if made else ():
+        freed += size_below(mark.parent)
+        shutil.rmtree(mark.parent, ignore_errors=True)
     return freed
 
 

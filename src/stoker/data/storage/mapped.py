@@ -58,7 +58,9 @@ class MappedColumns:
         ready, whole = self._looked()
         if whole:
             return True
-        low, high = first // self._chunk, (first + np.maximum(count, 1) - 1) // self._chunk
+        last = self._num_chunks - 1  # where a sample without elements may begin after all others
+        low = np.minimum(first // self._chunk, last)
+        high = np.minimum((first + np.maximum(count, 1) - 1) // self._chunk, last)
         return bool(ready[low].all() and ready[high].all() and (high - low).max(initial=0) <= 1)
 
     def _looked(self) -> tuple[npt.NDArray[np.bool_], bool]:

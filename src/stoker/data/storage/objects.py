@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import obstore
@@ -26,7 +27,9 @@ from stoker.data.storage.urls import Found, Url
 from stoker.errors import MachineError, UserError
 
 T = TypeVar("T")
-CONNECT_S, SILENT_S = 5, 10  # to reach a server, and between two parts of its answer
+CONNECT_S, SILENT_S, LONGEST_S = 5, 10, 600  # to reach a server, between two parts of its answer, and in all
+WRITTEN_AT_ONCE = 4  # parts of an object
+ENDPOINT = re.compile(r"https?://[^/@\s]+/?[^@\s]*")
 PROVIDERS = ("AWS_", "GOOGLE_", "AZURE_")  # of names in the environment that say where and as whom
 LISTED_AT_ONCE, DEEPEST = 32, 3  # folders, and levels that are looked through for so many
 SECRETS = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)  # in names of the environment
@@ -46,15 +49,16 @@ class ShortAnswer(Exception):
 
 
 @lru_cache(maxsize=64)
-def _client(scheme: str, host: str, process: int, environment: int) -> Any:
+def _client(scheme: str, host: str, process: int, environment: int, *, writing: bool) -> Any:
     endpoint = endpoint_of(Url(scheme, host))
     plain = scheme == "http" or endpoint.startswith("http://")
     plain = plain or os.environ.get("AZURE_STORAGE_USE_EMULATOR", "").lower() == "true"
     client_options: Any = {
         "allow_http": plain,
         "connect_timeout": timedelta(seconds=CONNECT_S),
-        "read_timeout": timedelta(seconds=SILENT_S),
-        "timeout": timedelta(minutes=10),
+        # A server says nothing while it is sent something.
+        "read_timeout": timedelta(seconds=LONGEST_S if writing else SILENT_S),
+        "timeout": timedelta(seconds=LONGEST_S),
     }
     # We try again ourselves: how often, and what a server says about it, is part of what a run reports.
     options: Any = {"client_options": client_options, "retry_config": {"max_retries": 0}}
@@ -71,17 +75,22 @@ def _client(scheme: str, host: str, process: int, environment: int) -> Any:
     return HTTPStore.from_url(f"{scheme}://{host}", **options)
 
 
-def client(url: Url) -> Any:
+def client(url: Url, *, writing: bool = False) -> Any:
     """The store that holds a place, one a process."""
     with InWords(url):
         ours = tuple((name, value) for name, value in os.environ.items() if name.startswith(PROVIDERS))
-        return _client(url.scheme, url.host, os.getpid(), hash(ours))
+        return _client(url.scheme, url.host, os.getpid(), hash(ours), writing=writing)
 
 
 def endpoint_of(url: Url) -> str:
     """Where a bucket is looked for, if not at the provider itself: part of what an object is."""
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if url.scheme == "s3" else ()
-    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+    name = next((name for name in names if os.environ.get(name)), None)
+    if name is not None and not ENDPOINT.fullmatch(os.environ[name]):
+        raise UserError(
+            f"{name} is no address of a server: http://HOST:PORT or https://HOST, without a user or a password."
+        )
+    return os.environ[name] if name else ""
 
 
 def head(url: Url) -> Found | None:
@@ -132,8 +141,15 @@ def _below(one: Found, folder: Url, root: Url) -> Found:
 
 
 def put(url: Url, content: Any) -> None:
-    """Complete or absent, as object stores promise."""
-    _patiently(url, lambda: obstore.put(client(url), url.key, content))
+    """Complete or absent, as object stores promise. A local file that has vanished meanwhile raises FileNotFoundError."""
+    try:
+        _patiently(
+            url, lambda: obstore.put(client(url, writing=True), url.key, content, max_concurrency=WRITTEN_AT_ONCE)
+        )
+    except FileNotFoundError as error:
+        if isinstance(content, Path) and not content.exists():
+            raise
+        raise told(url, error) from None
 
 
 def delete(urls: list[Url]) -> None:
@@ -206,10 +222,10 @@ class InWords:
 def told(url: Url, error: BaseException) -> UserError | MachineError:
     """What went wrong, and what to do."""
     words, place = str(error), _place(url)
-    if isinstance(error, FileNotFoundError) or "NoSuchKey" in words:
-        return UserError(f"There is no {url}{place}.")
     if "NoSuchBucket" in words:
         return UserError(f"There is no bucket {url.host}{place}. Is its name right, and is it in this account?")
+    if isinstance(error, FileNotFoundError) or "NoSuchKey" in words:
+        return UserError(f"There is no {url}{place}.")
     if "ExpiredToken" in words or "TokenRefreshRequired" in words:
         return UserError(
             f"The credentials for {url} have expired{place}. Renew them (AWS_SESSION_TOKEN) and start again."

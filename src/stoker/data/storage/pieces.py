@@ -9,9 +9,9 @@ import time
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from stoker.data.storage.requests import Requests, give_up_after_s, requests
 from stoker.data.storage.urls import Url
 from stoker.errors import MachineError, UserError
 
+LARGE = 8 << 20  # bytes that are not asked for, nor read, at once
 WRITERS = 4  # threads that write, check and keep the book
 LOOK_EVERY_S = 0.2  # whether another process needs room
 MEASURE_EVERY_S = 30.0  # the rest of the cache
@@ -110,6 +111,8 @@ class Pieces:
         try:
             states = await self._in_thread(self.index.take, [one.piece for one in batch])
         except BaseException as error:
+            with self._lock:
+                self._users.subtract(one.piece.name for one in batch)
             for one in batch:
                 one.future.set_exception(error)
             return
@@ -145,20 +148,39 @@ class Pieces:
 
     async def _fetch(self, one: _Wanted) -> None:
         try:
-            content = await self._requests.read(one.url, one.piece.first, one.piece.count, one.tag)
-            await self._in_thread(self._keep, one.piece, content)
+            if one.piece.count <= LARGE:
+                content = await self._requests.read(one.url, one.piece.first, one.piece.count, one.tag)
+                await self._in_thread(self._keep, one.piece, content)
+            else:
+                await self._fetch_large(one)
         except BaseException:
             await self._in_thread(self.index.forget, one.piece.name)
             raise
 
+    async def _fetch_large(self, one: _Wanted) -> None:
+        """A whole file, part by part."""
+        partial = self.index.partial(one.piece.name)
+        partial.parent.mkdir(exist_ok=True)
+        with self._said_if_full(partial):
+            await self._requests.copy(one.url, one.piece.first, one.piece.count, one.tag, partial)
+            crc = await self._in_thread(_crc_of, partial)
+            partial.rename(self.path(one.piece))
+        await self._in_thread(self.index.fetched, one.piece.name, crc)
+
     def _keep(self, piece: Piece, content: Any) -> None:
         """Under a temporary name first; whoever is killed on the way leaves nothing that counts."""
         partial, view = self.index.partial(piece.name), memoryview(content)
-        try:
+        with self._said_if_full(partial):
             partial.parent.mkdir(exist_ok=True)
             with partial.open("wb") as file:
                 file.write(view)
             partial.rename(self.path(piece))
+        self.index.fetched(piece.name, zlib.crc32(view))
+
+    @contextmanager
+    def _said_if_full(self, partial: Path) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -169,14 +191,12 @@ class Pieces:
         finally:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
-        self.index.fetched(piece.name, zlib.crc32(view))
 
     def _is_whole(self, piece: Piece, crc: int) -> bool:
         try:
-            content = self.path(piece).read_bytes()
+            return self.path(piece).stat().st_size == piece.count and _crc_of(self.path(piece)) == crc
         except OSError:
             return False
-        return len(content) == piece.count and zlib.crc32(content) == crc
 
     def _saw_damage(self, one: _Wanted, times: int) -> None:
         with self._lock:
@@ -223,6 +243,14 @@ class Pieces:
 
     def _in_thread(self, work: Any, *arguments: Any) -> Any:
         return asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+
+def _crc_of(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while part := file.read(LARGE):
+            crc = zlib.crc32(part, crc)
+    return crc
 
 
 _pieces: dict[tuple[int, Path], Pieces] = {}

@@ -134,8 +134,8 @@ class RemoteFile:
                 return
             free = [int(one) for one in numbers if self._held[one] == 0 and self._settled(int(one))]
             for number in free:
+                self._here[number] = False  # before it is counted: whoever looks in between must look again
                 self.changes += 1
-                self._here[number] = False
                 self._coming.pop(number, None)
                 if self._map is not None:
                     self._map.clear(number * self.block, self._piece(number).count)

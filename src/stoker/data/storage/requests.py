@@ -5,6 +5,7 @@ happened is counted for the run's events.
 """
 
 import asyncio
+import atexit
 import os
 import random
 import threading
@@ -12,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,6 +33,8 @@ SLOWER = 3.0  # times the quickest answer of a size: more requests only wait for
 BACK_OFF_S = 0.1, 5.0  # the first pause, and the longest
 STALLED_S = 20.0  # an answer that is not there by then is asked for again, later each time
 SAID_EVERY_S = 10.0
+CLOSE_S = 2.0  # for requests that are given up when the process ends
+PART = 8 << 20  # bytes of a larger read that are asked for at once: what came is not lost with the rest
 GIVE_UP_S = 240  # below the loader's own limit, so that the error names the server
 
 
@@ -114,11 +118,28 @@ class Requests:
     """The event loop of a process, and what its requests came to."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="storage", daemon=True).start()
+        self._pid, self._loop = os.getpid(), asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="storage", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
         self._paces: dict[tuple[str, str], Pace] = {}
         self._lock = threading.Lock()
         self._reset()
+
+    def close(self) -> None:
+        """Nothing may call back into an interpreter that ends."""
+        if not self._thread.is_alive() or os.getpid() != self._pid:
+            return
+
+        async def end() -> None:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._loop.stop()
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop)
+        self._thread.join(CLOSE_S)
 
     def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -147,6 +168,16 @@ class Requests:
             except FileNotFoundError:
                 raise UserError(f"{url} is gone: it was there when the data were opened.") from None
             await asyncio.sleep(pause)
+
+    async def copy(self, url: Url, first: int, count: int, tag: str, path: Path) -> None:
+        """The same into a file, in parts, many of them at a time."""
+
+        async def part(start: int) -> None:
+            content = await self.read(url, first + start, min(PART, count - start), tag)
+            await asyncio.get_running_loop().run_in_executor(None, _write_at, path, content, start)
+
+        path.touch()
+        await asyncio.gather(*(part(start) for start in range(0, count, PART)))
 
     def _pace(self, url: Url) -> Pace:
         return self._paces.setdefault((url.scheme, url.host), Pace())
@@ -177,6 +208,12 @@ class Requests:
     def _reset(self) -> None:
         self._bytes = self._requests = self._retries = 0
         self._seconds: deque[float] = deque(maxlen=4096)
+
+
+def _write_at(path: Path, content: Any, start: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(memoryview(content))
 
 
 async def _get(url: Url, first: int, count: int, tag: str) -> Any:

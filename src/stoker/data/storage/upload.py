@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from stoker import console
@@ -15,8 +16,9 @@ def upload(folder: Path, url: Url, names: Sequence[str], advance: Callable[[int]
     """These files of a folder, side by side."""
 
     def one(name: str) -> None:
-        objects.put(url / name, folder / name)
-        advance((folder / name).stat().st_size)
+        with suppress(FileNotFoundError):  # a checkpoint that was pruned while it was copied
+            objects.put(url / name, folder / name)
+            advance((folder / name).stat().st_size)
 
     with ThreadPoolExecutor(AT_ONCE, "upload") as pool:
         for _ in pool.map(one, names):

@@ -1,11 +1,13 @@
 """The name of a place in an object store: `s3://bucket/key`, `gs://`, `az://`, `https://`."""
 
+import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 from pydantic_core import core_schema
 
+SIGNED = re.compile(r"[?&](sig|x-amz-|x-goog-|awsaccesskeyid|token|se=|sv=)", re.IGNORECASE)
 SCHEMES = ("s3", "gs", "az", "https", "http")
 
 
@@ -32,7 +34,7 @@ class Url:
             raise ValueError(
                 f"the {scheme}:// URL holds a user or a password: leave them out, credentials are taken from the environment"
             )
-        if scheme in ("https", "http") and "?" in key:
+        if SIGNED.search(key) or (scheme in ("https", "http") and "?" in key):
             raise ValueError(
                 f"the {scheme}:// URL has a query, which may hold a signature: a run would keep it. Name the plain address"
             )

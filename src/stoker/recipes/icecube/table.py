@@ -67,7 +67,8 @@ def _open_events(root: Location, cache: Path | None, part: Part, *, only_present
 
 def check_layout(root: Location, part: Part = "train") -> None:
     if not is_folder(root):
-        raise UserError(f"The data directory {root} does not exist. `stoker simulate {root}` makes one.")
+        hint = "" if isinstance(root, Url) else f" `stoker simulate {root}` makes one."
+        raise UserError(f"The data directory {root} does not exist.{hint}")
     missing = [name for name in (f"{part}_meta.parquet", "sensor_geometry.csv", part) if stat(root / name) is None]
     if missing:
         raise UserError(

@@ -286,6 +286,15 @@ class RangeReader:
         self._maps: dict[int, Array] = {}
         # All of them now: processes that are forked later find them.
         self._files = [remote_file(root / shard) for shard in table.shards] if isinstance(root, Url) else []
+        ends = np.zeros(len(table.shards), np.int64)
+        if self._files:
+            columns = table.columns
+            np.maximum.at(
+                ends, np.asarray(columns["shard"]), np.asarray(columns["first"]) + np.asarray(columns["count"])
+            )
+        for file, end in zip(self._files, ends.tolist(), strict=False):
+            if file.size < end:
+                raise UserError(f"{file.url} has {file.size:,} bytes, and images reach to {end:,}: it is cut short.")
 
     def read(self, row: int) -> bytes:
         if self._verification is not None:
