@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=200_000)
     parser.add_argument("--latencies", type=float, nargs="*", default=[0.03, 0.1])
     parser.add_argument("--bandwidth", type=float, default=200e6)
-    parser.add_argument("--consumer", type=float, default=60e6)  # bytes of batches a second
+    parser.add_argument("--consumer", type=float, default=30e6)  # bytes of batches a second
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     words = parser.parse_args()
