@@ -47,6 +47,9 @@ class Kept:
     def __init__(self, plan: Any, steps: list[Any]) -> None:
         self.plan, self.times, self._steps = plan, StageTimes([]), steps
 
+    def read_times(self) -> dict[str, Any]:
+        return self.times.read()
+
     def steps(self, position: Position, num_epochs: int | None = None) -> Iterator[Step]:
         while True:
             for step in self._steps:

@@ -1,16 +1,21 @@
 """What does the engine cost over a bare loop, and does it stay quiet: no waiting, no recompilation?
 
+First with a model so small that nothing but the loop costs anything, beside Lightning where it is installed (`--tiny`: this
+alone). Then on real batches:
+
 The same ragged model on the same batches, which lie on the device already: (a) a hand-written loop (autocast, fused AdamW,
 clipping) and (b) the whole engine (guards, meter, events, schedule, console). Then 1,000 steps of ever new ragged batches
 under torch.compile, counting the graphs compiled after warm-up.
 """
 
 import argparse
+import logging
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +24,7 @@ from measure import emit, line
 from torch import Tensor, nn
 
 from stoker import console
+from stoker.data.bad_samples import BadSamples
 from stoker.data.plan import MicroBatch, Plan, Position, Step
 from stoker.data.stages import StageTimes
 from stoker.launch.targets import resolve_target
@@ -32,6 +38,7 @@ from stoker.train.config import TrainConfig
 from stoker.train.engine import Engine
 from stoker.train.loop import train
 from stoker.train.precision import autocast, resolve_precision
+from stoker.train.randomness import seed_all
 from stoker.train.run import Run
 
 
@@ -92,10 +99,157 @@ class ReadyLoader:
     def __init__(self, plan: Plan, batches: list[EventBatch]) -> None:
         self.plan, self.times, self._batches = plan, StageTimes([]), batches
 
+    def read_times(self) -> dict[str, Any]:
+        return self.times.read()
+
     def steps(self, position: Position, num_epochs: int | None = None) -> Iterator[Step]:
         for number in range(10**9):
             batch = self._batches[number % len(self._batches)]
             yield Step(batch.rows_on_host, position, position, batches=(Ready(batch),))  # type: ignore[attr-defined]
+
+
+class TinyTask:
+    """Two small layers: a step is all calls."""
+
+    metric, goal, know_nothing_loss = "error", "min", 1.0
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def predict(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(batch["x"])  # type: ignore[no-any-return]
+
+    def losses(self, prediction: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return (prediction - batch["y"]).square().mean(1)
+
+    def scores(self, prediction: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"error": self.losses(prediction, batch)}
+
+    def summarise(self, scores: Any) -> dict[str, float]:
+        return {"error": float(np.mean(scores["error"]))}
+
+
+def tiny_batches() -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [
+        {"x": torch.randn(32, 8, generator=draw), "y": torch.randn(32, 1, generator=draw), "rows": torch.arange(32)}
+        for _ in range(8)
+    ]
+
+
+class TinyLoader:
+    """The same batches over and over, of a set without an end."""
+
+    def __init__(self, batches: list[dict[str, Tensor]]) -> None:
+        self.plan, self.times, self._batches = _Endless(), StageTimes([]), batches
+
+    def read_times(self) -> dict[str, Any]:
+        return self.times.read()
+
+    def steps(self, position: Position, num_epochs: int | None = None) -> Iterator[Step]:
+        rows = np.arange(32)
+        for number in range(10**9):
+            yield Step(rows, position, position, batches=(self._batches[number % len(self._batches)],))
+
+
+class _Endless:
+    batch_size, table = 32, None
+
+    def __len__(self) -> int:
+        return 10**12
+
+    def steps_per_epoch(self) -> int:
+        return 10**9
+
+
+def tiny_bare(steps: int) -> float:
+    task, batches = TinyTask(), tiny_batches()
+    optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
+
+    def work() -> None:
+        for number in range(steps):
+            batch = batches[number % len(batches)]
+            optimizer.zero_grad(set_to_none=True)
+            task.losses(task.predict(batch), batch).mean().backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
+            optimizer.step()
+
+    return timed(work, steps, torch.device("cpu")) * 1e3
+
+
+def tiny_engine(steps: int) -> float:
+    config = TrainConfig(
+        steps=10**9, epochs=10**6, baseline_after=None, norms_every=None, log_every=50, precision="fp32"
+    )
+    loader, data = TinyLoader(tiny_batches()), SimpleNamespace(bad_samples=BadSamples())
+    device = torch.device("cpu")
+    seed_all(0)  # as every run begins
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(TinyTask(), loader, loader, data, device, config, settings={})  # type: ignore[arg-type]
+        engine = Engine(run, Path(folder), EventLog(Path(folder) / "events.jsonl"))
+        engine.evaluate = lambda: {}  # type: ignore[method-assign]
+        engine.save = lambda **_: None  # type: ignore[method-assign]
+
+        def work() -> None:
+            engine.step, engine.limit, engine.total = 0, steps, steps
+            train(engine)
+
+        return timed(work, steps, device) * 1e3
+
+
+def tiny_lightning(steps: int) -> float | None:
+    """None: it is not installed."""
+    try:
+        import lightning
+    except ImportError:
+        return None
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.task = TinyTask()
+            self.net = self.task.model
+
+        def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+            return self.task.losses(self.task.predict(batch), batch).mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.net.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
+
+    batches = tiny_batches()
+
+    def fit(steps: int) -> None:
+        trainer = lightning.Trainer(
+            max_steps=steps, max_epochs=-1, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0, log_every_n_steps=50,
+        )  # fmt: skip
+        endless = (batches[number % len(batches)] for number in range(10**9))
+        trainer.fit(Module(), endless)
+
+    # What starting costs is not what a step costs: a long fit less a short one.
+    long, short = (timed(lambda count=count: fit(count), 1, torch.device("cpu")) for count in (steps, steps // 4))  # type: ignore[misc]
+    return 1e3 * (long - short) / (steps - steps // 4)
+
+
+def measure_tiny(repeats: int, steps: int = 1000) -> None:
+    torch.set_num_threads(1)
+    found = [(tiny_bare(steps), tiny_engine(steps), tiny_lightning(steps)) for _ in range(repeats)]
+    details = {"steps": steps, "device": "cpu"}
+    emit(line("tiny model, bare loop", [bare for bare, _, _ in found], "us/step", **details))
+    emit(
+        line(
+            "tiny model, engine over the bare loop",
+            [ours - bare for bare, ours, _ in found],
+            "us/step",
+            bar=120,
+            **details,
+        )
+    )
+    theirs = [lightning - bare for bare, _, lightning in found if lightning is not None]
+    if theirs:
+        emit(line("tiny model, Lightning over the bare loop", theirs, "us/step", **details))
 
 
 def make_batches(data: Any, size: int, count: int, device: torch.device) -> list[EventBatch]:
@@ -168,10 +322,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, help="default: 200 on a GPU, 10 on a CPU")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="only the model that costs nothing")
     options = parser.parse_args()
+    console.be_quiet()
+    measure_tiny(options.repeats)
+    if options.tiny:
+        return
     device, on_gpu = torch.device(options.device), options.device == "cuda"
     steps, size, width = options.steps or (200 if on_gpu else 10), 4096 if on_gpu else 128, 256 if on_gpu else 64
-    console.be_quiet()
     words = ["--data.simulate_events", "40000" if on_gpu else "2000", "--run.device", options.device]
     run = resolve_target("icecube", words).config
     data = open_data(run, device)

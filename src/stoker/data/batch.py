@@ -5,11 +5,11 @@ thing it must hold is `rows`, which samples they are; a class of its own may off
 the device. A plain dict of tensors is a batch too.
 """
 
+import ctypes
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,7 +63,11 @@ def pin(batch: Any) -> Any:
 
 
 def pin_tensor(tensor: Tensor) -> Tensor:
-    """Copied by the calling thread alone: torch's own copy wakes a thread a core, for each thread of the loader."""
+    """Copied by the calling thread alone: torch's own copy wakes a thread a core, for each thread of the loader.
+
+    In as few calls as there can be: each of them gives the interpreter back and asks for it again, and whoever launches
+    kernels meanwhile has to wait for it.
+    """
     if tensor.is_cuda:
         return tensor
     plain = (
@@ -76,19 +80,15 @@ def pin_tensor(tensor: Tensor) -> Tensor:
     if not plain or tensor.numel() < ALONE_FROM or tensor.is_pinned():
         return tensor.pin_memory()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    np.copyto(_bytes(pinned), _bytes(tensor))
+    ctypes.memmove(pinned.data_ptr(), tensor.data_ptr(), tensor.nbytes)
     return pinned
-
-
-def _bytes(tensor: Tensor) -> "np.ndarray[Any, Any]":
-    """Its memory, whatever its type: numpy does not know all of them."""
-    seen: np.ndarray[Any, Any] = tensor.detach().view(-1).view(torch.uint8).numpy()
-    return seen
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
     if hasattr(batch, "to"):
         return batch.to(device)
+    if device.type == "cpu":
+        return batch  # the loader made it there
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 

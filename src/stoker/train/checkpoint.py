@@ -8,7 +8,6 @@ best by the task's metric. A damaged one is noticed by its checksums, and the on
 import hashlib
 import json
 import math
-import random
 import shutil
 import threading
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
@@ -322,51 +320,6 @@ def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
     if value.shape != parameter.shape:
         return value.to(parameter.device) if value.ndim or parameter.is_cuda else value
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-@dataclass(frozen=True)
-class RandomStates:
-    """Every kind of random number a task might draw. Cheap to take at every step; tensors are made when they are saved."""
-
-    python: Any
-    numpy: Any
-    torch: Tensor
-    cuda: Tensor | None
-
-    def tensors(self) -> dict[str, Tensor]:
-        version, words, gauss = self.python
-        kind, keys, position, has_gauss, cached = self.numpy
-        assert version == 3, "the layout of Python's random state"
-        assert kind == "MT19937", "numpy's legacy generator"
-        states = {
-            "python": torch.tensor([*words, -1 if gauss is None else 1], dtype=torch.int64),
-            "python_gauss": torch.tensor(gauss or 0.0, dtype=torch.float64),
-            "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
-            "numpy_gauss": torch.tensor(cached, dtype=torch.float64),
-            "torch": self.torch,
-        }
-        return states if self.cuda is None else {**states, "cuda": self.cuda}
-
-
-def random_states() -> RandomStates:
-    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return RandomStates(
-        python=random.getstate(),
-        numpy=np.random.get_state(),  # noqa: NPY002
-        torch=torch.get_rng_state(),
-        cuda=torch.cuda.get_rng_state() if on_gpu else None,
-    )
-
-
-def restore_random_states(states: Mapping[str, Tensor]) -> None:
-    """Raises what a state of the wrong kind makes each generator raise."""
-    *words, has = states["python"].tolist()
-    random.setstate((3, tuple(words), None if has < 0 else states["python_gauss"].item()))
-    *keys, position, has_gauss = states["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, states["numpy_gauss"].item()))  # noqa: NPY002
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
 
 
 def all_checkpoints(folder: Path) -> list[Path]:

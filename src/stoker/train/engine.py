@@ -4,7 +4,7 @@ import dataclasses
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from stoker.errors import UserError
 from stoker.runs import schema as events
 from stoker.runs.events import EventLog, in_words, read_events
 from stoker.train import checkpoint, parallel
-from stoker.train.checkpoint import RandomStates, Saver, Snapshot
+from stoker.train.checkpoint import Saver, Snapshot
 from stoker.train.config import TrainConfig
 from stoker.train.evaluate import evaluate, rehearse
 from stoker.train.guards import AsyncCopy, BadSteps, LossWatch, Patience, UncheckedStep
@@ -30,6 +30,7 @@ from stoker.train.layers import freeze
 from stoker.train.meter import Meter, Reading, device_line, host_bytes
 from stoker.train.optim import check_optimizer
 from stoker.train.precision import resolve_precision, use_tf32
+from stoker.train.randomness import RandomStates, random_states, restore_random_states
 from stoker.train.run import Run
 from stoker.train.schedule import lr_at, scaled_lr
 from stoker.train.step import Stepper, StepResult
@@ -70,9 +71,9 @@ class Engine:
 
     def rehearse(self) -> None:
         """Whether the recipe has all that training and judging will ask of it."""
-        random_states = checkpoint.random_states().tensors()
+        before = random_states().tensors()
         rehearse(self.task, self.run.training, self.run.validation, self.run.device, self.precision)
-        checkpoint.restore_random_states(random_states)
+        restore_random_states(before)
 
     def is_done(self) -> bool:
         """All steps that were asked for, or all samples of the last epoch, or nothing to wait for any more."""
@@ -85,23 +86,23 @@ class Engine:
 
     def compute(self, step: Step, stop_asked: bool) -> StepResult:
         """Gradients of a step. Its flags are sent to the host, who looks at them one step later."""
-        random_states = checkpoint.random_states()
-        with self._compilation_noted():
+        before = random_states()
+        with self._compilation_noted() if self.config.compile else nullcontext():
             result = self.stepper.compute(step, stop_asked)
         flags = AsyncCopy(torch.stack([result.alarm, result.stop]))
         # The unchecked of the step before is looked at now: the weights have not changed since, if it was bad.
         self.bad_steps.check()
         self.write_norms()
-        self.bad_steps.expect(UncheckedStep(self.step + 1, step.rows, random_states, flags))
+        self.bad_steps.expect(UncheckedStep(self.step + 1, step.rows, before, flags))
         self._digest = zlib.crc32(step.rows.tobytes())
         return result
 
     @contextmanager
     def _compilation_noted(self) -> Iterator[None]:
         """A step that compiles takes its time for that: it is no training."""
-        graphs, begin = _num_graphs() if self.config.compile else 0, time.perf_counter()
+        graphs, begin = _num_graphs(), time.perf_counter()
         yield
-        made = _num_graphs() - graphs if self.config.compile else 0
+        made = _num_graphs() - graphs
         if made:
             spent = time.perf_counter() - begin
             self.meter.leave_out(spent)
@@ -184,7 +185,7 @@ class Engine:
         """
         run, task, begin = self.run, self.task, time.perf_counter()
         # A run that is resumed from the checkpoint before this evaluation must draw the same numbers after it.
-        random_states = checkpoint.random_states().tensors()
+        before = random_states().tensors()
         metrics = evaluate(task, run.validation, run.device, self.precision)
         self.score, weights = metrics[task.metric], "raw"
         if self.stepper.average is not None:
@@ -192,7 +193,7 @@ class Engine:
                 averaged = evaluate(task, run.validation, run.device, self.precision)
             metrics |= {f"ema_{name}": value for name, value in averaged.items()}
             self.score, weights = averaged[task.metric], "averaged"
-        checkpoint.restore_random_states(random_states)
+        restore_random_states(before)
         for rank, found in enumerate(parallel.gather(run.data.bad_samples.drain())):
             self._write_left_out(found)
             for left_out in found if rank != run.ranks.rank else ():  # nobody else has said it
@@ -230,19 +231,19 @@ class Engine:
             self.log.write(events.NotSaved(step=self.step, reason="weights are not finite"))
             console.say(f"NOT SAVED at step {self.step}: weights are not finite. The checkpoint before stays.")
             return
-        snapshot = self.snapshot(checkpoint.random_states(), evaluation_due=evaluation_due)
+        snapshot = self.snapshot(random_states(), evaluation_due=evaluation_due)
         if self.run.ranks.is_first:
             self.saver.save(snapshot)
         spent = time.perf_counter() - begin
         self.meter.leave_out(spent)
         self.log.write(events.Checkpoint(step=self.step, seconds=round(spent, 3)))
 
-    def snapshot(self, random_states: RandomStates, *, evaluation_due: bool = False) -> Snapshot:
+    def snapshot(self, states: RandomStates, *, evaluation_due: bool = False) -> Snapshot:
         """All ranks take part, each with its random states."""
         tensors: dict[str, dict[str, torch.Tensor]] = {
             "model": {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()},
             "optimizer": checkpoint.optimizer_tensors(self.model, self.optimizer),
-            "random": _by_rank(parallel.gather(random_states.tensors())),
+            "random": _by_rank(parallel.gather(states.tensors())),
         }
         if (average := self.stepper.average) is not None:
             tensors["average"] = {name: value.cpu().clone() for name, value in average.weights.items()}
@@ -277,7 +278,7 @@ class Engine:
         self.evaluation_due = bool(state.get("evaluation_due")) and (score is None or self.is_done())
         try:
             self.meter.restore(state["meter"], self.run.device)
-            checkpoint.restore_random_states(_of_rank(snapshot.tensors["random"], self.run.ranks.rank))
+            restore_random_states(_of_rank(snapshot.tensors["random"], self.run.ranks.rank))
         except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(f"The checkpoint {path} holds random states that are none: {error}.") from error
         self.watch.restore(state["recent_losses"])

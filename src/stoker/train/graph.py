@@ -88,7 +88,7 @@ class _Recorded:
         self._graph.replay()
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
-        return self._loss
+        return self._loss.clone()  # the next replay writes to it
 
 
 def _shape(batch: Any) -> Any:

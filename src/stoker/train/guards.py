@@ -19,8 +19,8 @@ from stoker.data.ragged import Indices
 from stoker.errors import MachineError
 from stoker.runs.events import EventLog
 from stoker.runs.schema import BadStep, OutOfPatience, Spike, Stuck
-from stoker.train.checkpoint import RandomStates
 from stoker.train.config import TrainConfig
+from stoker.train.randomness import RandomStates
 
 SPIKE_WINDOW, SPIKE_SIGMAS, SPIKE_LEAST = 128, 6.0, 64
 STUCK_SHARE = 0.98  # of the know-nothing loss
@@ -104,19 +104,20 @@ class LossWatch:
 
     def __init__(self, config: TrainConfig, know_nothing: float, log: EventLog) -> None:
         self._recent: deque[float] = deque(maxlen=SPIKE_WINDOW)
+        self._sum = self._squares = 0.0  # of those
         self._after, self._know_nothing, self._log, self._said = config.baseline_after, know_nothing, log, False
 
     def look_at(self, step: int, loss: float) -> None:
         if not math.isfinite(loss):
             return
-        if len(self._recent) >= SPIKE_LEAST:
+        if len(self._recent) >= SPIKE_LEAST and self._may_be_spike(loss):
             mean, spread = float(np.mean(self._recent)), float(np.std(self._recent))
             if spread > 0 and loss > mean + SPIKE_SIGMAS * spread:
                 self._log.write(Spike(step=step, loss=loss, mean=mean, sigma=spread))
                 console.say(
                     f"SPIKE at step {step}: loss {loss:.4f}, {(loss - mean) / spread:.1f} sigma above {mean:.4f}."
                 )
-        self._recent.append(loss)
+        self._add(loss)
         if self._after is not None and step >= self._after and not self._said:
             self._said = True
             recent = float(np.mean(self._recent))
@@ -132,7 +133,22 @@ class LossWatch:
         return list(self._recent)
 
     def restore(self, recent: list[float]) -> None:
-        self._recent.extend(recent)
+        for loss in recent:
+            self._add(loss)
+
+    def _add(self, loss: float) -> None:
+        oldest = self._recent[0] if len(self._recent) == SPIKE_WINDOW else 0.0
+        self._recent.append(loss)
+        self._sum += loss - oldest
+        self._squares += loss * loss - oldest * oldest
+
+    def _may_be_spike(self, loss: float) -> bool:
+        """By running sums, which lose digits: whoever may be one is looked at once more. Nearly nobody is."""
+        count = len(self._recent)
+        mean, square = self._sum / count, self._squares / count
+        variance = max(0.0, square * (1 - 1e-9) - mean * mean)
+        away = max(0.0, loss - mean)
+        return away * away > SPIKE_SIGMAS * SPIKE_SIGMAS / 4 * variance
 
 
 class Patience:

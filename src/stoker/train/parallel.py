@@ -76,6 +76,17 @@ def join(ranks: Ranks, device_name: str) -> None:
         )
 
 
+def told_by_first(ranks: Ranks, key: str, value: str) -> str:
+    """What rank 0 has, on every rank, before they have joined."""
+    if ranks.store is None:
+        return value
+    if ranks.is_first:
+        ranks.store.set(key, value)
+    with _named_if_lost():
+        found: bytes = ranks.store.get(key)
+    return found.decode()
+
+
 def first_of_machine_first(ranks: Ranks, work: Callable[[], T]) -> T:
     """The first process of each machine makes what is missing in the cache; the others find it there.
 

@@ -5,6 +5,7 @@ The result stays on the device too; `guards` and the meter of the loop look at i
 
 import time
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -63,24 +64,27 @@ class Stepper:
         # None rather than zeros: the first micro-batch then writes its gradients instead of adding them.
         for parameter in self.parameters:
             parameter.grad = None
-        loss = torch.zeros((), device=self._device)
+        losses: list[Tensor] = []
         stop = torch.full((), float(stop_asked), device=self._device)
         # A graph writes its gradients and cannot add to those of another micro-batch.
         graphed = self._graphed if len(step.batches) == 1 else None
         for batch in step.batches:
             if num_samples(batch):
-                loss = loss + (graphed or self._backward)(batch, step.num_samples)
+                losses.append((graphed or self._backward)(batch, step.num_samples))
         for parameter in self.parameters:
             if parameter.grad is None:  # not used by the model, or this rank had no samples
                 parameter.grad = torch.zeros_like(parameter)
+        loss = reduce(torch.add, losses) if losses else torch.zeros((), device=self._device)
         gradients, own_s = self._gradients(), time.perf_counter() - begin
         sum_over_ranks([*gradients, loss, stop])
         if self.scale is not None:
             torch._foreach_mul_(gradients, 1 / self.scale.scale)
         norms = torch.stack(torch._foreach_norm(gradients))
         norm = torch.linalg.vector_norm(norms)
-        # Before clipping: a norm that is not finite would spread over every gradient.
-        bad = (~torch.isfinite(norm + loss)).float()
+        # Before clipping: a norm that is not finite would spread over every gradient. Infinity less itself is not a number,
+        # and that is unequal to anything; three kernels where `isfinite` takes seven.
+        both = norm + loss
+        bad = (both - both).ne(0).float()
         alarm = bad
         if self.scale is not None:
             alarm = bad * ((~torch.isfinite(loss)) | (self.scale.scale <= 1)).float()
