@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Bucket
+from servers import Bucket
 
 from stoker.cli import run as cli
 from stoker.data.cache import budget_bytes
 from stoker.data.storage.index import Index, Piece, State
+from stoker.data.storage.keeping import make_room
 from stoker.errors import UserError
 
 SLOW = bool(os.environ.get("STOKER_SLOW"))
@@ -162,3 +163,30 @@ def test_the_cache_is_shown_and_cleared(bucket: Bucket, packed: Path, own_cache:
     assert cli(["cache", "clear"]) == 0
     assert not list((own_cache / "blocks").glob("??/*"))
     assert cli(["cache", "show", "--all"]) == 2
+
+
+def test_what_would_exceed_the_budget_is_not_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    """Simulated events and drawn images live in the same cache."""
+    monkeypatch.setenv("STOKER_CACHE_BYTES", "1MB")
+    words = ["--run.device", "cpu", "--train.steps", "1", "--run.folder", str(tmp_path / "runs")]
+    for target in ("icecube:demo", "imagenet:demo"):
+        assert cli(["train", target, *words]) == 2
+        told = capsys.readouterr().err
+        assert "the budget of the cache leaves 1 MB" in told
+        assert "STOKER_CACHE_BYTES=" in told
+
+
+def test_pieces_make_room_for_what_is_made(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_CACHE_BYTES", "2MB")
+    with Index(own_cache / "blocks", 2_000_000) as index:
+        for number in range(10):
+            piece = Piece("s3://bucket/x 1 2", number * 100_000, 100_000)
+            assert index.take([piece])[0][0] is State.MINE
+            index.path(piece.name).parent.mkdir(exist_ok=True)
+            index.path(piece.name).write_bytes(bytes(100_000))
+            index.fetched(piece.name, 0)
+            index.release([piece.name])
+        make_room(900_000, "Something", "leave it.")
+        assert index.total() + 900_000 <= 2_000_000
+        with pytest.raises(UserError, match="Something would take about 3 MB"):
+            make_room(3_000_000, "Something", "leave it.")

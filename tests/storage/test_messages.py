@@ -9,7 +9,7 @@ from typing import Any
 
 import obstore
 import pytest
-from conftest import Bucket
+from servers import Bucket
 
 from stoker.cli import run as cli
 

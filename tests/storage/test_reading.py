@@ -1,8 +1,11 @@
 """Every kind of data set read from a real S3 server gives the batches of the local one, whatever happens to the requests."""
 
+import asyncio
 import os
 import threading
+import time
 import zlib
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,8 @@ import numpy as np
 import obstore
 import pytest
 import torch
-from conftest import Bucket, Faults
-from proxy import KINDS
+from proxy import KINDS, Faults
+from servers import Bucket
 
 from stoker.cli import run as cli
 from stoker.data.batch import tensors_in
@@ -19,6 +22,7 @@ from stoker.data.locations import read
 from stoker.data.plan import Position
 from stoker.data.storage import objects, pieces, requests
 from stoker.data.storage.urls import Url
+from stoker.doctor.ceilings import ceilings, network
 from stoker.errors import MachineError, UserError
 from stoker.launch.build import build_run
 from stoker.launch.targets import resolve_target
@@ -56,12 +60,13 @@ def _write_tars(source: Path, out: Path) -> None:
                 tar.add(path, f"{path.parent.name}/{path.name}")
 
 
-def batches(target: str, path: str, *words: str, epochs: int = 2) -> list[tuple[list[int], int]]:
-    """Rows of each step, and a checksum of all tensors of its batches."""
+def batches(target: str, path: str, *words: str, epochs: int = 2, judged: bool = False) -> list[tuple[list[int], int]]:
+    """Rows of each step, and a checksum of all tensors of its batches; `judged`: of validation after training."""
     found = resolve_target(target, ["--data.path", path, "--run.device", "cpu", *words])
     run = build_run(found.recipe, found.config, Ranks())
     seen = []
-    for step in run.training.steps(Position(1), epochs):
+    validation = run.validation.steps(Position(1), 1) if judged else ()
+    for step in chain(run.training.steps(Position(1), epochs), validation):
         crc = 0
         for batch in step.batches:
             for tensor in tensors_in(batch):
@@ -198,6 +203,10 @@ def test_the_pace_falls_and_recovers() -> None:
     assert pace.limit == before / 2
     pace.told_off()  # the same moment: what was already asked
     assert pace.limit == before / 2
+    for _ in range(200):
+        pace.answered(1 << 20, 0.1)
+    assert pace.limit == before / 2  # nobody asked for as many: that says nothing about more
+    pace._in_flight = 1000
     for _ in range(200):  # one more a round now
         pace.answered(1 << 20, 0.1)
     assert pace.limit > before
@@ -205,6 +214,50 @@ def test_the_pace_falls_and_recovers() -> None:
     for _ in range(500):
         pace.answered(1 << 20, 2.0)  # every one waits for the others
     assert pace.limit < quick
+
+
+def test_who_asks_first_is_served_first() -> None:
+    """And as many at a time as the limit says, also while it rises."""
+    pace, order, most = requests.Pace(), [], 0
+
+    async def ask(number: int) -> None:
+        nonlocal most
+        async with pace:
+            order.append(number)
+            most = max(most, pace._in_flight)
+            await asyncio.sleep(0.001)
+            pace.answered(1 << 20, 0.1)
+
+    async def ask_all() -> None:
+        await asyncio.gather(*(ask(number) for number in range(100)))
+
+    asyncio.run(ask_all())
+    assert order == list(range(100))
+    assert pace._in_flight == 0
+    assert 2 * requests.FIRST < most <= pace.limit
+
+
+@pytest.mark.parametrize("block", [64 << 10, 4 << 20], ids=["many blocks", "one block"])
+def test_bytes_that_were_damaged_in_the_store_are_noticed(
+    bucket: Bucket, events: Path, images: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """Of the right size, and whole by all that a server says: only the checksums of the packed set tell."""
+    monkeypatch.setenv("STOKER_BLOCK_BYTES", str(block))
+    for number, (target, folder, name) in enumerate(
+        [("icecube:demo", events, "columns/charge.bin"), ("icecube:demo", events, "table/first.npy"),
+         ("imagenet:demo", images, "train-00000.bin")]
+    ):  # fmt: skip
+        found = next((folder / "packed").rglob(Path(name).name))
+        url = bucket.upload(folder / "packed", f"damaged/{block}/{number}")
+        content = bytearray(found.read_bytes())
+        content[len(content) // 2] ^= 1
+        obstore.put(bucket.store, f"damaged/{block}/{number}/{found.relative_to(folder / 'packed')}", bytes(content))
+        with pytest.raises(UserError, match=f"{Path(name).name} is not what was packed|sample table .* damaged"):
+            batches(target, url, judged=True)
+        pieces.pieces()._pool.submit(int).result()
+        time.sleep(0.1)
+        kept = {row[1].split(" ")[1] for row in pieces.pieces().index.all_pieces()}
+        assert not any(place.endswith(Path(name).name) and f"/{number}/" in place for place in kept)
 
 
 def test_the_order_of_a_run_is_kept(
@@ -244,3 +297,18 @@ def test_secrets_stay_in_the_environment(bucket: Bucket, events: Path, tmp_path:
         assert secret not in out + err
         assert secret.encode() not in written
     assert torch.is_grad_enabled()
+
+
+def test_the_doctor_knows_what_a_store_gives(bucket: Bucket, own_cache: Path) -> None:
+    """Measured once a machine and a store; a store of small files says nothing."""
+    obstore.put(bucket.store, "speed/columns/charge.bin", bytes(20 << 20))
+    obstore.put(bucket.store, "slow/columns/charge.bin", bytes(1 << 20))
+    place = Url.parse("s3://bucket/speed")
+    assert network(Url.parse("s3://bucket/slow")) is None
+    first = network(place)
+    assert first is not None
+    assert first > 0
+    obstore.delete(bucket.store, "speed/columns/charge.bin")
+    assert network(place) == first
+    assert ceilings(torch.device("cpu")).products["fp32"] > 0
+    assert network(place) == first  # neither is lost by the other

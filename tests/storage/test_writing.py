@@ -3,25 +3,23 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import obstore
 import pytest
-from conftest import Bucket, Faults
+from proxy import Faults
+from servers import Bucket
 
 from stoker.cli import run as cli
 from stoker.data.locations import open_local, read
 from stoker.data.storage import objects, pieces, requests
 from stoker.data.storage.upload import upload
 from stoker.data.storage.urls import Url
-from stoker.errors import UserError
-from stoker.runs.events import read_events
-from stoker.runs.schema import Step
+from stoker.errors import MachineError, UserError
+from stoker.launch import claim, elsewhere
+from stoker.runs.folder import RunFolder
 
 TRAIN = ["--run.device", "cpu", "--train.log_every", "1", "--loader.batch_size", "64"]
 
@@ -95,48 +93,97 @@ def test_a_set_is_packed_from_a_store(bucket: Bucket, events: Path, tmp_path: Pa
         assert (tmp_path / "packed" / "columns" / path.name).read_bytes() == path.read_bytes()
 
 
-def losses(path: Path) -> list[tuple[int, float]]:
-    return [(event.step, event.loss) for event in read_events(path, Step)]
-
-
-def test_a_run_in_a_store_is_resumed_elsewhere(
-    bucket: Bucket, events: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_one_machine_at_a_time_trains_a_run(
+    bucket: Bucket, events: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Killed, and gone on with on a machine that has nothing of it: losses as those of the run that nobody killed."""
-    data = bucket.upload(events / "packed", "runs-data/packed")
-    words = ["--data.path", data, *TRAIN, "--train.steps", "24", "--train.save_every", "4"]
-    assert cli(["train", "icecube:demo", *words, "--run.folder", str(tmp_path / "whole")]) == 0
-    (whole,) = (tmp_path / "whole").iterdir()
-    code = "import stoker.launch.elsewhere as e; e.EVERY_S = 0.1; import stoker.cli; stoker.cli.main()"
-    command = ["train", "icecube:demo", *words, "--run.folder", "s3://bucket/runs", "--run.name", "killed"]
-    process = subprocess.Popen([sys.executable, "-c", code, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    for _ in range(600):
-        if any("/checkpoints/step-" in name and name.endswith("checksums.json") for name in bucket.names("runs")):
-            break
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    (name,) = {path.split("/")[1] for path in bucket.names("runs")}
-    monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "another machine"))
-    assert cli(["resume", f"s3://bucket/runs/{name}"]) == 0
-    content = tmp_path / "events.jsonl"
-    content.write_bytes(bytes(obstore.get(bucket.store, f"runs/{name}/events.jsonl").bytes()))
-    assert losses(content)[-4:] == losses(whole / "events.jsonl")[-4:]
-    assert cli(["evaluate", f"s3://bucket/runs/{name}"]) == 0
-    assert cli(["resume", f"s3://bucket/runs/{name}"]) == 2  # it is finished
-    assert cli(["resume", "s3://bucket/runs/nothing"]) == 2
+    """Another one is refused while the claim changes, and takes over where it stands still; the first one hears of it."""
+    monkeypatch.setattr(claim, "BEAT_S", 0.2)
+    monkeypatch.setattr(claim, "WATCH_S", 3.0)
+    place = Url.parse("s3://bucket/claims/run")
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    with claim.claimed(here, place) as ours:
+        with pytest.raises(UserError, match="is being trained by process"), claim.claimed(there, place):
+            pass
+        ours._ended.set()  # it died: nothing changes any more
+        ours._thread.join()
+        with claim.claimed(there, place) as theirs:
+            assert not theirs.is_lost
+            with pytest.raises(MachineError, match="went on with the run"):
+                ours.check()  # it was only asleep
+        ours.is_lost = False
+        with pytest.raises(MachineError, match="went on with the run"):
+            ours.check()  # the other one has ended meanwhile: what it left is not ours either
+    assert claim.read_claim(place / claim.CLAIM) is None
+    capsys.readouterr()
+    with claim.claimed(here, place):  # nobody has it
+        left_behind = claim.read_claim(place / claim.CLAIM)
+    objects.put(place / claim.CLAIM, json.dumps(left_behind).encode())
+    with claim.claimed(here, place):  # by a process of this machine, which is gone: it held the lock of the folder
+        pass
+    assert "waiting" not in capsys.readouterr().err
 
 
-def test_images_train_from_a_store(bucket: Bucket, tmp_path: Path) -> None:
-    from stoker.recipes.imagenet.draw import draw_set
+def test_a_run_that_went_on_elsewhere_meanwhile(bucket: Bucket, events: Path, tmp_path: Path) -> None:
+    """Between fetching it and claiming it another machine may have trained it further."""
+    url = bucket.upload(events / "packed", "meanwhile/packed")
+    words = ["--data.path", url, *TRAIN, "--train.steps", "4", "--train.save_every", "2"]
+    assert cli(["train", "icecube:demo", *words, "--run.folder", "s3://bucket/meanwhile/runs", "--run.name", "x"]) == 0
+    (name,) = {path.split("/")[2] for path in bucket.names("meanwhile/runs")}
+    assert not any(path.endswith(claim.CLAIM) for path in bucket.names("meanwhile/runs"))
+    folder = RunFolder(elsewhere.here(f"s3://bucket/meanwhile/runs/{name}"))
+    for path in folder.checkpoints.glob("*4"):
+        shutil.rmtree(path)
+    with pytest.raises(UserError, match="trained further on another machine"), elsewhere.mirrored(folder):
+        pass
+    assert elsewhere.latest(folder.path) == folder.path  # by the path that it was stopped with
+    assert list(folder.checkpoints.glob("*4"))
 
-    draw_set(tmp_path / "drawn", 12, 4, 3)
-    folders = bucket.upload(tmp_path / "drawn", "trained/folders")
-    assert cli(["pack", "imagenet", folders, "s3://bucket/trained/packed"]) == 0
-    for url in (folders, "s3://bucket/trained/packed"):
-        assert cli(["train", "imagenet:demo", "--data.path", url, "--run.device", "cpu", "--train.steps", "2",
-                    "--run.folder", str(tmp_path / "runs")]) == 0  # fmt: skip
+
+def test_what_is_removed_here_is_removed_there(bucket: Bucket, events: Path, tmp_path: Path) -> None:
+    """Also what another machine left; and what was fetched only to be looked at goes with the cache."""
+    url = bucket.upload(events / "packed", "pruned/packed")
+    words = ["--data.path", url, *TRAIN, "--train.save_every", "2", "--run.folder", "s3://bucket/pruned/runs"]
+    assert cli(["train", "icecube:demo", *words, "--train.steps", "6"]) == 0
+    (name,) = {path.split("/")[2] for path in bucket.names("pruned/runs")}
+    old = {path.split("/")[4] for path in bucket.names(f"pruned/runs/{name}/checkpoints")}
+    place = f"s3://bucket/pruned/runs/{name}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STOKER_CACHE", str(tmp_path / "another machine"))
+        working = elsewhere.here(place)
+        assert cli(["cache", "clear", "--all"]) == 0
+        assert not working.exists()
+        folder = RunFolder(elsewhere.here(place))
+        with elsewhere.mirrored(folder):
+            gone = sorted(folder.checkpoints.iterdir())[0]
+            shutil.rmtree(gone)
+    assert {path.split("/")[4] for path in bucket.names(f"pruned/runs/{name}/checkpoints")} == old - {gone.name}
+
+
+def test_a_server_that_is_gone_at_the_end(
+    bucket: Bucket, events: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is waited for once, and the claim is left to who comes next."""
+    monkeypatch.setattr(elsewhere, "EVERY_S", 0.05)
+    monkeypatch.setattr(claim, "BEAT_S", 0.05)
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.config.write_text("x: 1")
+    elsewhere.keep_elsewhere(folder, Url.parse("s3://bucket/gone"))
+    monkeypatch.setenv("STOKER_STORAGE_WAIT_S", "2")
+    copies: list[str] = []
+
+    def lose_the_server() -> None:
+        with elsewhere.mirrored(folder):
+            bucket.proxy.faults = Faults(down=True)
+            folder.config.write_text("x: 2")
+            time.sleep(0.5)  # a copy has begun
+            monkeypatch.setattr(elsewhere._Mirror, "_copy", lambda self: copies.append("again"))
+
+    with pytest.raises(MachineError, match="The run is whole in"):
+        lose_the_server()
+    assert not copies
 
 
 def test_a_set_is_copied_beforehand(bucket: Bucket, events: Path, tmp_path: Path, capsys: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from stoker import console
 from stoker.data.cache import cache_folder
-from stoker.data.locations import Location, identity, is_file, read, read_range, stat
+from stoker.data.locations import Location, expect, identity, is_file, read, read_range, stat
 from stoker.data.storage.urls import Url
 from stoker.errors import UserError
 from stoker.files import write_json
@@ -65,8 +65,10 @@ class Verification:
         missing = [name for name in expected if not is_file(folder / name)]
         if missing:
             raise UserError(f"{folder} lacks {', '.join(missing[:3])}: the packed set is not whole. Pack it again.")
-        if isinstance(folder, Url):
-            return  # its pieces are checked one by one, when they come and when they are used
+        if isinstance(folder, Url):  # compared as it comes
+            for name, sums in expected.items():
+                expect(folder / name, PIECE, sums)
+            return
         self._mark = cache_folder() / "verified" / _identity(folder, list(expected))
         if self._mark.exists():
             self.done = True

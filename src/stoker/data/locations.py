@@ -8,7 +8,7 @@ import errno
 import io
 import os
 import stat as kinds
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,6 +173,11 @@ def read_end(location: Url, count: int) -> bytes:
     """The last bytes of a remote file, which are not kept."""
     content: bytes = _files().read_once(location, -count, count)
     return content
+
+
+def expect(location: Url, piece: int, sums: Sequence[int]) -> None:
+    """Its pieces of so many bytes should sum up to this: whoever reads something else is told."""
+    _files().expect(location, piece, sums)
 
 
 def remote_file(location: Location) -> Any:

@@ -1,12 +1,10 @@
 """The one place that puts source, loader, task and device together; everything below gets them handed in."""
 
-import random
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from stoker import console, settings
@@ -21,6 +19,7 @@ from stoker.train.checkpoint import Snapshot
 from stoker.train.optim import build_optimizer
 from stoker.train.parallel import Ranks
 from stoker.train.precision import resolve_precision
+from stoker.train.randomness import seed_all
 from stoker.train.run import Run
 from stoker.train.schedule import checked, lr_at
 from stoker.train.task import check_task
@@ -35,10 +34,10 @@ def build_run(recipe: Recipe, config: RunConfig, ranks: Ranks) -> Run:
     check_same_settings(config)
     check_honoured(config, data, recipe)
     data = replace(data, facts=as_json(data.facts))
-    _seed(config.run.seed)
+    seed_all(config.run.seed)
     task = recipe.build_task(config, data.facts)
     # From here on each rank draws its own numbers (dropout); weights were drawn alike.
-    _seed(config.run.seed + 1_000_003 * ranks.rank)
+    seed_all(config.run.seed + 1_000_003 * ranks.rank)
     check_task(task, recipe.name)
     training, validation = (
         loader_of(data, config.loader, device, training=side, rank=ranks.rank, num_ranks=ranks.count)
@@ -58,13 +57,6 @@ def build_run(recipe: Recipe, config: RunConfig, ranks: Ranks) -> Run:
         make_optimizer=recipe.optimizer or build_optimizer,
         lr_at=lr_at if recipe.schedule is None else checked(recipe.schedule),
     )
-
-
-def _seed(seed: int) -> None:
-    """Every generator that a task might draw from."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    random.seed(seed)
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:

@@ -18,14 +18,15 @@ from stoker.data.pack import PackRequest
 from stoker.data.quality import shuffle_quality
 from stoker.errors import Stopped, UserError
 from stoker.files import new_folder, write_bytes, write_json
-from stoker.launch import elsewhere, trust
+from stoker.launch import elsewhere
 from stoker.launch.build import build_run, find_checkpoint, rebuild, trained
 from stoker.launch.checks import check_facts, check_same_data, check_same_split, check_unchanged, with_order
+from stoker.launch.folders import held, made, restarted
 from stoker.launch.targets import Target, find_recipe, resolve_target
 from stoker.recipe import Recipe, Trained
 from stoker.runs import schema as events
 from stoker.runs.events import EventLog, read_events
-from stoker.runs.folder import RunFolder, check_new_run, create_run, locked, open_run, record_environment
+from stoker.runs.folder import RunFolder, check_new_run, open_run, record_environment
 from stoker.train import checkpoint, parallel
 from stoker.train.engine import Engine
 from stoker.train.evaluate import evaluate
@@ -64,15 +65,16 @@ def start(target: Target, *, init_from: Path | None = None, allow_partial: bool 
         elsewhere.check_writable(config.run.folder)
         check_new_run(elsewhere.working_root(config.run.folder), config.run.name)
         weights = None if init_from is None else checkpoint.read_checkpoint(init_from).tensors["model"]
-        run = build_run(target.recipe, config, ranks)
+        again = restarted(target, ranks)
+        run = _built(target, ranks, again)
         if target.recipe.initialise is not None:
             target.recipe.initialise(config, run.task)
         if weights is not None:
             checkpoint.load_weights(weights, run.task.model, str(init_from), allow_partial=allow_partial)
-        folder, again = _run_folder(target, ranks)
-        with _locked(folder, ranks):
-            found = checkpoint.last_good(folder.checkpoints) if again else None
-            if again:
+        folder = again or made(target, ranks)
+        with held(folder, ranks):
+            found = checkpoint.last_good(folder.checkpoints) if again is not None else None
+            if again is not None:
                 check_unchanged(folder, found, target, ())
                 check_same_data(folder, run.data, ())
             return _run(folder, target, run, ranks, resume_from=found)
@@ -80,9 +82,9 @@ def start(target: Target, *, init_from: Path | None = None, allow_partial: bool 
 
 def resume(path: Path | str, overrides: list[str], *, trusted: bool = False) -> Outcome:
     """Goes on from the last checkpoint as if nothing had happened. A changed key must be named in `overrides`."""
-    folder = open_run(elsewhere.here(path))
+    folder = open_run(elsewhere.latest(path))
     target = resolve_target(str(folder.config), overrides, trusted=trusted)
-    with _met() as ranks, _locked(folder, ranks):
+    with _met() as ranks, held(folder, ranks):
         if any(event.state == "finished" for event in read_events(folder.events, events.End)):
             raise UserError(
                 f"{path} is finished; there is nothing to resume. `stoker evaluate {path}` shows its result."
@@ -92,7 +94,7 @@ def resume(path: Path | str, overrides: list[str], *, trusted: bool = False) -> 
             console.say(f"{path} holds no checkpoint yet: starting it from the beginning.")
         else:
             check_unchanged(folder, found, target, overrides)
-        run = build_run(target.recipe, with_order(folder, target.config), ranks)
+        run = _built(target, ranks, folder)
         check_same_data(folder, run.data, overrides)
         if ranks.is_first:
             record_environment(folder)
@@ -114,8 +116,8 @@ def fork(path: Path | str, overrides: list[str], which: str, *, trusted: bool = 
         check_new_run(elsewhere.working_root(target.config.run.folder), target.config.run.name)
         run = build_run(target.recipe, target.config, ranks)
         found = find_checkpoint(old, which, run.task.goal)
-        folder, _ = _run_folder(target, ranks)
-        with _locked(folder, ranks):
+        folder = restarted(target, ranks) or made(target, ranks)
+        with held(folder, ranks):
             return _run(folder, target, run, ranks, take_over=found)
 
 
@@ -177,7 +179,7 @@ def _report(folder: RunFolder, recipe: Recipe, model: Trained, run: Run, metrics
 
 def predict(
     path: Path | str,
-    source: Path | None,
+    source: Path | str | None,
     out: Path | None,
     which: str,
     weights: str,
@@ -241,6 +243,12 @@ def pack_data(recipe_name: str, request: PackRequest) -> Mapping[str, Any]:
     return elsewhere.packed(request, recipe.pack)
 
 
+def _built(target: Target, ranks: Ranks, began: RunFolder | None) -> Run:
+    """In the order that it began with; its settings stay as they are written, or the next resume would see a change."""
+    config = target.config if began is None else with_order(began, target.config)
+    return replace(build_run(target.recipe, config, ranks), settings=settings.kept_values(target.config))
+
+
 @contextmanager
 def _met() -> Iterator[Ranks]:
     """Together with the other processes of torchrun, if there are any; only the first one speaks."""
@@ -256,33 +264,6 @@ def _met() -> Iterator[Ranks]:
         console.be_quiet(False)
 
 
-@contextmanager
-def _locked(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
-    """Nobody else writes to this run meanwhile."""
-    if not ranks.is_first:
-        yield
-        return
-    with locked(folder):
-        yield
-
-
-def _run_folder(target: Target, ranks: Ranks) -> tuple[RunFolder, bool]:
-    """The run's folder on every rank, and whether it was there before: torchrun restarts us under the same id."""
-    config, job = target.config, os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    name = "-".join(word for word in (config.recipe.replace(":", "-"), job, config.run.name) if word)
-    root = elsewhere.working_root(config.run.folder)
-    fixed = root / name if job != "none" else None
-    if fixed is not None and parallel.from_first((fixed / "config.yaml").is_file()):
-        console.say(f"{fixed} exists: going on with it.")
-        return open_run(fixed), True
-    made = None
-    if ranks.is_first:
-        made = create_run(root, config.recipe, config.run.name, settings.as_yaml(config), fixed)
-        elsewhere.keep_elsewhere(made, config.run.folder)
-        trust.keep_place(made, target.module)
-    return parallel.from_first(made), False
-
-
 def _run(
     folder: RunFolder,
     target: Target,
@@ -293,7 +274,6 @@ def _run(
 ) -> Outcome:
     config = target.config
     with (
-        elsewhere.mirrored(folder, is_first=ranks.is_first),
         EventLog(folder.events if ranks.is_first else Path(os.devnull)) as log,
         _logged_to(folder, ranks),
         _end_recorded(log),
@@ -316,7 +296,8 @@ def _run(
             listener.close()
         if stopped_by is not None:
             raise Stopped(
-                f"Stopped by {stopped_by} after step {engine.step} of {engine.total}. `stoker resume {folder.path}` goes on."
+                f"Stopped by {stopped_by} after step {engine.step} of {engine.total}. `stoker resume "
+                f"{elsewhere.place_of(folder) or folder.path}` goes on."
             )
     rates = [event.samples_per_s for event in read_events(folder.events, events.Step)]
     return Outcome(folder, target.recipe, metrics, sum(rates) / len(rates) if rates else None, engine.summary())

@@ -12,18 +12,19 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stoker import console
-from stoker.data.cache import cache_folder
+from stoker.data.cache import cache_folder, cache_lock
 from stoker.data.locations import Location, named
 from stoker.data.pack import PackRequest
 from stoker.data.storage.urls import Found, Url
 from stoker.errors import MachineError, UserError
 from stoker.files import write_json
+from stoker.launch.claim import Claim, claimed
 from stoker.runs.folder import RunFolder
 from stoker.train.checkpoint import CHECKSUMS
 
@@ -76,16 +77,30 @@ def here(path: str | Path) -> Path:
     place = named(str(path)) if "://" in str(path) else Path(path)
     if not isinstance(place, Url):
         return place
+    working = fetched(place.parent, place.name)
+    if not (working / "config.yaml").is_file():
+        raise UserError(f"{place} is no run: it holds no config.yaml.")
+    return working
+
+
+def latest(path: str | Path) -> Path:
+    """The same, to go on with: a working folder of this machine may be behind what its store has."""
+    return here(path if "://" in str(path) else str(place_of(RunFolder(Path(path))) or path))
+
+
+def fetched(root: Location, name: str) -> Path:
+    """The working folder of a run, with what the store has of it, where that is further than what is here."""
+    working = RunFolder(working_root(root) / name)
+    if not isinstance(root, Url):
+        return working.path
     from stoker.data.storage import objects
 
-    working = RunFolder(working_root(place.parent) / place.name)
+    place = root / name
     stored = {one.name: one for one in objects.list_all(place)}
-    if "config.yaml" not in stored:
-        if working.config.is_file():
-            return working.path  # it was not copied yet
-        raise UserError(f"{place} is no run: it holds no config.yaml.")
-    if _last_step(stored) > _last_step(_files(working.path)) or not working.config.is_file():
-        _download(place, working, stored)
+    with cache_lock(working.path, f"Another process copies {place}: waiting for it."):
+        further = _last_step(stored) > _last_step(_files(working.path))
+        if "config.yaml" in stored and (further or not working.config.is_file()):
+            _download(place, working, stored)
     return working.path
 
 
@@ -93,7 +108,12 @@ def _download(place: Url, working: RunFolder, stored: Mapping[str, Found]) -> No
     from stoker.data.storage.requests import requests
 
     whole = {name.rpartition("/")[0] for name in stored if name.endswith(f"/{CHECKSUMS}")}
-    wanted = [name for name in stored if not name.startswith("checkpoints/") or name.rpartition("/")[0] in whole]
+    wanted = [
+        name
+        for name in stored
+        if not name.startswith(".") and (not name.startswith("checkpoints/") or name.rpartition("/")[0] in whole)
+    ]
+    (working.path / SYNCED).unlink(missing_ok=True)
     with console.progress("copy the run", sum(stored[name].size for name in wanted), "bytes") as bar:
         for name in sorted(wanted, key=lambda name: (name.endswith(CHECKSUMS), name == "config.yaml", name)):
             one, target = stored[name], working.path / name
@@ -105,6 +125,7 @@ def _download(place: Url, working: RunFolder, stored: Mapping[str, Found]) -> No
             bar.advance(one.size)
     working.checkpoints.mkdir(exist_ok=True)
     keep_elsewhere(working, place.parent)
+    (working.path / SYNCED).touch()  # until it is trained here
 
 
 def _last_step(names: Mapping[str, Any]) -> int:
@@ -130,38 +151,57 @@ def _files(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @contextmanager
-def mirrored(folder: RunFolder, *, is_first: bool) -> Iterator[None]:
-    """While the block runs, and once more at its end, what is new in the run is copied to its store."""
-    place = place_of(folder) if is_first else None
+def mirrored(folder: RunFolder) -> Iterator[None]:
+    """While the block runs, and once more at its end, what is new in the run is copied to its store.
+
+    No other machine trains it meanwhile.
+    """
+    place = place_of(folder)
     if place is None:
         yield
         return
-    console.say(f"kept in {place}")
-    mirror = _Mirror(folder.path, place)
-    try:
-        yield
-    finally:
-        mirror.close()
+    with claimed(folder.path, place) as claim:
+        _check_latest(folder.path, place)
+        console.say(f"kept in {place}")
+        mirror = _Mirror(folder.path, place, claim)
+        try:
+            yield
+        finally:
+            mirror.close()
+
+
+def _check_latest(folder: Path, place: Url) -> None:
+    """Another machine may have gone on with it after this one fetched it, and before this one claimed it."""
+    from stoker.data.storage import objects
+
+    if _last_step({one.name: one for one in objects.list_all(place)}) > _last_step(_files(folder)):
+        raise UserError(
+            f"{place} was trained further on another machine just now: `stoker resume {place}` fetches that."
+        )
 
 
 class _Mirror:
     """One thread; an upload that fails is tried again with the next."""
 
-    def __init__(self, folder: Path, place: Url) -> None:
-        self._folder, self._place = folder, place
+    def __init__(self, folder: Path, place: Url, claim: Claim) -> None:
+        self._folder, self._place, self._claim = folder, place, claim
         (folder / SYNCED).unlink(missing_ok=True)
-        self._sent: dict[str, tuple[int, int]] = {}
+        # What is here now may be there too: it is copied again, and removed there once it is removed here.
+        self._sent = dict.fromkeys(_files(folder), (-1, -1))
+        self._failed: Exception | None = None  # the latest copy, if it did
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="mirror", daemon=True)
         self._thread.start()
 
     def _loop(self) -> None:
         pause = EVERY_S
-        while not self._ended.wait(pause):
+        while not self._ended.wait(pause) and not self._claim.is_lost:
             begin = time.monotonic()
             try:
                 self._copy()
+                self._failed = None
             except (UserError, MachineError, OSError) as error:
+                self._failed = error
                 console.say(f"The run is not being copied: {error}")
             pause = max(EVERY_S, 10 * (time.monotonic() - begin))
 
@@ -170,23 +210,32 @@ class _Mirror:
         from stoker.data.storage import objects
         from stoker.data.storage.upload import upload
 
+        self._claim.check()
         now = _files(self._folder)
         changed = [name for name, state in now.items() if self._sent.get(name) != state]
         for last in (False, True):
             names = [name for name in changed if name.endswith(CHECKSUMS) is last]
+            if last:
+                self._claim.check()  # copying may have taken long
             upload(self._folder, self._place, [name for name in names if (self._folder / name).is_file()])
         gone = sorted(set(self._sent) - set(now), key=lambda name: not name.endswith(CHECKSUMS))
         for name in gone:
-            objects.delete([self._place / name])
+            with suppress(FileNotFoundError):
+                objects.delete([self._place / name])
         self._sent = now
 
     def close(self) -> None:
+        """Where the copy that is under way fails, which takes long, no other one is tried."""
+        begin = time.monotonic()
         self._ended.set()
         self._thread.join()
         try:
+            if self._failed is not None and time.monotonic() - begin > EVERY_S:
+                raise self._failed
             self._copy()
             (self._folder / SYNCED).touch()
         except (UserError, MachineError, OSError) as error:
+            self._claim.give_up()
             raise MachineError(
                 f"{error} The run is whole in {self._folder}, and not all of it is in {self._place}: `stoker resume "
                 f"{self._place}` on this machine goes on, and copies it."

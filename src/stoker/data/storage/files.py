@@ -3,7 +3,7 @@
 import os
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,9 @@ _files: dict[tuple[int, Path, Url, str, int], RemoteFile] = {}
 _listed: dict[
     Url, dict[str, Folder]
 ] = {}  # folders below a place that was listed as a whole, by their name from there on
+_sums: dict[
+    Url, tuple[int, Sequence[int]]
+] = {}  # what files of packed sets should sum up to, by pieces of so many bytes
 _lock = threading.Lock()
 
 
@@ -90,8 +93,13 @@ def opened(url: Url, *, whole: bool = False, found: Found | None = None) -> Remo
     key = os.getpid(), cache_folder().absolute(), url, found.tag, block
     with _lock:
         if key not in _files:
-            _files[key] = RemoteFile(url, found, block)
+            _files[key] = RemoteFile(url, found, block, _sums.get(url))
         return _files[key]
+
+
+def expect(url: Url, piece: int, sums: Sequence[int]) -> None:
+    """From now on this object is compared with the checksums it was packed with."""
+    _sums[url] = piece, sums
 
 
 def read_once(url: Url, first: int, count: int) -> bytes:

@@ -152,6 +152,11 @@ class Index:
             return max(OWN_BYTES, 2 * self._path.stat().st_size)
         return OWN_BYTES
 
+    def make_room(self, num_bytes: int) -> bool:
+        """For something else in the cache; False: too much is in use."""
+        with self._changed():
+            return self._make_room(num_bytes)
+
     def _make_room(self, num_bytes: int) -> bool:
         """Removes what is needed last and used by nobody until so many bytes fit."""
         over = self.total() + self.others + num_bytes - self.budget

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stoker import console
-from stoker.data.cache import PIECES, budget_bytes, cache_folder, folder_sizes, size_below
+from stoker.data.cache import PIECES, budget_bytes, cache_folder, folder_sizes, made_bytes, size_below
 from stoker.data.storage.index import Index
 from stoker.errors import MachineError, UserError
 
@@ -74,6 +74,22 @@ def clear(*, made: bool) -> int:
         freed += size_below(mark.parent)
         shutil.rmtree(mark.parent, ignore_errors=True)
     return freed
+
+
+def make_room(num_bytes: int, what: str, instead: str) -> None:
+    """For something that is about to be made in the cache; pieces of remote data that nobody uses go first."""
+    room = budget_bytes() - made_bytes()
+    if _has_pieces():
+        with _index() as index:
+            index.others = budget_bytes() - room
+            room = room if index.make_room(num_bytes) else max(0, room - index.total())
+    if num_bytes > room:
+        needed = budget_bytes() - room + num_bytes
+        raise UserError(
+            f"{what} would take about {num_bytes / 1e6:,.0f} MB, and the budget of the cache leaves "
+            f"{max(0, room) / 1e6:,.0f} MB. STOKER_CACHE_BYTES={needed} would do; `stoker cache show` says what takes the "
+            f"rest. Or {instead}"
+        )
 
 
 def _has_pieces() -> bool:

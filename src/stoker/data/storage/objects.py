@@ -105,6 +105,11 @@ def head(url: Url) -> Found | None:
         raise
 
 
+def get(url: Url) -> bytes:
+    """All of a small object, as it is now; raises FileNotFoundError."""
+    return _patiently(url, lambda: bytes(obstore.get(client(url), url.key).bytes()))
+
+
 def list_folder(url: Url) -> tuple[list[str], list[Found]]:
     """Names of the folders in it, and its objects."""
     _must_list(url)

@@ -2,7 +2,6 @@
 
 import asyncio
 import atexit
-import errno
 import os
 import threading
 import time
@@ -14,13 +13,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from stoker.data.cache import PIECES, budget_bytes, cache_folder, made_bytes
 from stoker.data.storage.index import Index, Piece, State
 from stoker.data.storage.requests import Requests, give_up_after_s, requests
 from stoker.data.storage.urls import Url
 from stoker.errors import MachineError, UserError
+from stoker.files import said_if_full
 
 LARGE = 8 << 20  # bytes that are not asked for, nor read, at once
 WRITERS = 4  # threads that write, check and keep the book
@@ -30,12 +30,19 @@ THEIRS_S, FULL_S = 0.01, 0.05  # between two looks at what another process fetch
 DAMAGED_AT_MOST = 3  # times that one piece may turn out to be damaged
 
 
+class Here(NamedTuple):
+    """A piece that is whole."""
+
+    path: Path
+    crc: int
+
+
 @dataclass
 class _Wanted:
     url: Url
     tag: str
     piece: Piece
-    future: "Future[Path]" = field(default_factory=Future)
+    future: "Future[Here]" = field(default_factory=Future)
 
 
 class Holder(Protocol):
@@ -64,7 +71,7 @@ class Pieces:
     def add(self, holder: Holder) -> None:
         self._holders.add(holder)
 
-    def bring(self, wanted: Sequence[tuple[Url, str, Piece]]) -> "list[Future[Path]]":
+    def bring(self, wanted: Sequence[tuple[Url, str, Piece]]) -> "list[Future[Here]]":
         """Each piece as a file that is whole, leased to this process, as soon as it is here."""
         batch = [_Wanted(*one) for one in wanted]
         with self._lock:
@@ -89,6 +96,11 @@ class Pieces:
                 for name in free:
                     if self._users[name] <= 0:
                         del self._users[name]
+
+    def drop(self, pieces: Iterable[Piece]) -> None:
+        """They are of no use to anybody."""
+        for piece in pieces:
+            self._pool.submit(self.index.forget, piece.name)
 
     def path(self, piece: Piece) -> Path:
         return self.index.path(piece.name)
@@ -131,7 +143,7 @@ class Pieces:
                     self._saw_damage(one, damaged)
                     await self._in_thread(self.index.forget, one.piece.name)
                 elif state is State.MINE:
-                    await self._fetch(one)
+                    crc = await self._fetch(one)
                     self._count(hit=False)
                     break
                 elif state is State.FULL:
@@ -140,54 +152,54 @@ class Pieces:
                 else:
                     await asyncio.sleep(THEIRS_S)
                 ((state, crc),) = await self._in_thread(self.index.take, [one.piece])
-            one.future.set_result(self.path(one.piece))
+            one.future.set_result(Here(self.path(one.piece), crc))
         except BaseException as error:
             with self._lock:
                 self._users[one.piece.name] -= 1
             one.future.set_exception(error)
 
-    async def _fetch(self, one: _Wanted) -> None:
+    async def _fetch(self, one: _Wanted) -> int:
+        """Its checksum."""
         try:
-            if one.piece.count <= LARGE:
-                content = await self._requests.read(one.url, one.piece.first, one.piece.count, one.tag)
-                await self._in_thread(self._keep, one.piece, content)
-            else:
-                await self._fetch_large(one)
+            if one.piece.count > LARGE:
+                return await self._fetch_large(one)
+            content = await self._requests.read(one.url, one.piece.first, one.piece.count, one.tag)
+            crc: int = await self._in_thread(self._keep, one.piece, content)
+            return crc
         except BaseException:
             await self._in_thread(self.index.forget, one.piece.name)
             raise
 
-    async def _fetch_large(self, one: _Wanted) -> None:
+    async def _fetch_large(self, one: _Wanted) -> int:
         """A whole file, part by part."""
         partial = self.index.partial(one.piece.name)
         partial.parent.mkdir(exist_ok=True)
-        with self._said_if_full(partial):
+        with self._written(partial):
             await self._requests.copy(one.url, one.piece.first, one.piece.count, one.tag, partial)
-            crc = await self._in_thread(_crc_of, partial)
+            crc: int = await self._in_thread(_crc_of, partial)
             partial.rename(self.path(one.piece))
         await self._in_thread(self.index.fetched, one.piece.name, crc)
+        return crc
 
-    def _keep(self, piece: Piece, content: Any) -> None:
+    def _keep(self, piece: Piece, content: Any) -> int:
         """Under a temporary name first; whoever is killed on the way leaves nothing that counts."""
         partial, view = self.index.partial(piece.name), memoryview(content)
-        with self._said_if_full(partial):
+        with self._written(partial):
             partial.parent.mkdir(exist_ok=True)
             with partial.open("wb") as file:
                 file.write(view)
             partial.rename(self.path(piece))
-        self.index.fetched(piece.name, zlib.crc32(view))
+        crc = zlib.crc32(view)
+        self.index.fetched(piece.name, crc)
+        return crc
 
     @contextmanager
-    def _said_if_full(self, partial: Path) -> Iterator[None]:
+    def _written(self, partial: Path) -> Iterator[None]:
+        """Nothing of the file is left unless it got its name inside the block."""
+        stays = f"The cache {cache_folder()} may take {self.index.budget / 1e9:,.1f} GB: STOKER_CACHE_BYTES sets less."
         try:
-            yield
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise MachineError(
-                f"The disk of the cache {cache_folder()} is full ({error.strerror}), below its budget of "
-                f"{self.index.budget / 1e9:,.1f} GB. Make room, or set STOKER_CACHE_BYTES to less."
-            ) from error
+            with said_if_full(lambda: stays):
+                yield
         finally:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)

@@ -22,8 +22,10 @@ from stoker.data.ragged import Array, Indices
 from stoker.data.storage import objects
 from stoker.data.storage.blocks import block_bytes
 from stoker.data.storage.index import Piece, path_of
-from stoker.data.storage.pieces import Pieces, pieces
+from stoker.data.storage.pieces import Here, Pieces, pieces
+from stoker.data.storage.sums import Expected
 from stoker.data.storage.urls import Found, Url
+from stoker.errors import UserError
 
 _OWNER = os.getpid()  # processes that are forked from it fetch nothing
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
@@ -36,7 +38,8 @@ def _may_fetch() -> bool:
 class RemoteFile:
     """One version of an object."""
 
-    def __init__(self, url: Url, found: Found, block: int | None = None) -> None:
+    def __init__(self, url: Url, found: Found, block: int | None = None, sums: tuple[int, Sequence[int]] | None = None):
+        """`sums`: what its pieces of so many bytes should sum up to."""
         self.url, self.size, self.block = url, found.size, block or block_bytes()
         self.num_blocks = -(-found.size // self.block)
         self._tag, self._object = found.tag, f"{objects.endpoint_of(url)} {url} {found.tag} {found.size}"
@@ -44,7 +47,9 @@ class RemoteFile:
         self._here = np.zeros(self.num_blocks, bool)  # whole, leased, and mapped where there is a map
         self._held = np.zeros(self.num_blocks, np.int32)  # how many read it right now
         self.changes = self._readers = 0  # blocks that came or went, and those who read whatever is here
-        self._coming: dict[int, Future[Path]] = {}
+        self._coming: dict[int, Future[Here]] = {}
+        self._expected = None if sums is None else Expected(sums[1], sums[0], found.size, self.block)
+        self._is_wrong = False
         self._map: _Stretch | None = None
         if _may_fetch():
             self._pieces.add(self)
@@ -74,6 +79,7 @@ class RemoteFile:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Inside the block nothing that is here is let go."""
+        self._check()
         with self._lock:
             self._readers += 1
         try:
@@ -106,6 +112,7 @@ class RemoteFile:
         try:
             for number, future in coming.items():
                 self._arrived(number, future.result())
+            self._check()
         except BaseException:
             with self._lock:
                 self._held[numbers] -= 1
@@ -114,16 +121,27 @@ class RemoteFile:
                         del self._coming[number]  # it may be asked for again
             raise
 
-    def _came(self, number: int, future: "Future[Path]") -> None:
+    def _check(self) -> None:
+        if self._is_wrong:
+            raise UserError(
+                f"{self.url} is not what was packed: what came here was dropped, and starting again fetches it once more. "
+                f"If that ends in the same way it is damaged there: pack it, or copy it there, again."
+            )
+
+    def _came(self, number: int, future: "Future[Here]") -> None:
         """Whoever needs it next finds it in its place; an error is left to them."""
         if future.exception() is None:
             self._arrived(number, future.result())
 
-    def _arrived(self, number: int, path: Path) -> None:
+    def _arrived(self, number: int, piece: Here) -> None:
         with self._lock:
             if self._coming.pop(number, None) is not None:
+                if self._expected is not None and not self._expected.agrees(number, piece.crc):
+                    self._is_wrong = True
+                    # Whether it is wrong there, or came wrong: the next run fetches it once more.
+                    self._pieces.drop([self._piece(one) for one in self._expected.beside(number)])
                 if self._map is not None:
-                    self._map.put(number * self.block, self._piece(number).count, path)
+                    self._map.put(number * self.block, self._piece(number).count, piece.path)
                 self._here[number] = True
                 self.changes += 1
 

@@ -1,7 +1,7 @@
 """Many reads in flight: one thread with an event loop, as many requests at a time as the store bears, each tried again.
 
-The number at a time rises while answers stay quick and falls by half when the store says that it is too busy; what
-happened is counted for the run's events.
+The number at a time rises while it is made use of and answers stay quick, and falls by half when the store says that it is
+too busy; what happened is counted for the run's events.
 """
 
 import asyncio
@@ -81,26 +81,38 @@ class Pace:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def __aenter__(self) -> None:
-        while self._in_flight >= int(self.limit):
-            place = asyncio.get_running_loop().create_future()
-            self._waiting.append(place)
+        if self._in_flight < int(self.limit) and not self._waiting:
+            self._in_flight += 1
+            return
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)  # who asked first is served first: that is the order of the plan
+        try:
             await place
-        self._in_flight += 1
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self._leave()
+            raise
 
     async def __aexit__(self, *_: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        """As many of those who wait go in as may."""
         self._in_flight -= 1
         while self._waiting and self._in_flight < int(self.limit):
             place = self._waiting.popleft()
             if not place.done():
+                self._in_flight += 1
                 place.set_result(None)
-                break
 
     def answered(self, num_bytes: int, seconds: float) -> None:
         size = num_bytes.bit_length()
         self._quickest[size] = min(
             seconds, self._quickest.get(size, seconds) * 1.001
         )  # what was once quick may be over
-        if seconds < SLOWER * self._quickest[size]:
+        if self._in_flight < int(self.limit):
+            change = 0.0  # fewer than might be: this says nothing about more
+        elif seconds < SLOWER * self._quickest[size]:
             change = 1.0 if self._starting else 1.0 / self.limit  # twice as many a round, until that is too many
         else:
             self._starting, change = False, -0.25 / self.limit

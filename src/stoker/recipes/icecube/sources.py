@@ -248,11 +248,13 @@ def _reading_stages(
 
 def _thin(table: SampleTable, most: int, pulses: Pulses) -> Pulses:
     before, micro = pulses.ragged, pulses.micro
+    if np.diff(before.offsets).max(initial=0) <= most:
+        return pulses  # the usual case, without a look at every pulse
     ids = np.asarray(table.columns["id"][before.rows])
     auxiliary = (before.columns["flags"] & AUXILIARY).astype(bool)
     kept = thin(before, most, ids, micro.seed, micro.epoch, last=auxiliary)
-    if pulses.doms is None or kept is before:
-        return Pulses(micro, kept, pulses.doms)
+    if pulses.doms is None:
+        return Pulses(micro, kept, None)
     # The first pulse of a DOM may be gone: marked anew.
     event = sample_of_element(kept.offsets)
     is_first = begins_dom(event, kept.columns["sensor"])

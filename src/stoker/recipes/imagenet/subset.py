@@ -12,12 +12,15 @@ from stoker.data.locations import Location, named
 from stoker.data.order import hashed
 from stoker.data.ragged import Indices
 from stoker.data.samples import SampleTable
+from stoker.data.storage.keeping import make_room
 from stoker.errors import UserError
 from stoker.recipe import RunConfig
 from stoker.recipes.imagenet.broken import Policy
 from stoker.recipes.imagenet.classes import ClassMap
 from stoker.recipes.imagenet.draw import draw_set
 from stoker.recipes.imagenet.sources import Images, open_images, rows_of
+
+DRAWN_BYTES = 6000  # of a drawn image: 5,219 in a set of 250
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ def _drawn(per_class: int, held_out: int, seed: int) -> Path:
     folder = cache_folder() / "drawn" / f"images-{per_class}-{held_out}-{seed}"
     with cache_lock(folder, "Another process draws the same images: waiting for it."):
         if not folder.exists():
-            console.say(f"No data.path was given: drawing {10 * (per_class + held_out):,} images into {folder}.")
+            count = 10 * (per_class + held_out)
+            make_room(count * DRAWN_BYTES, f"{count:,} drawn images", "draw fewer: --data.draw_per_class.")
+            console.say(f"No data.path was given: drawing {count:,} images into {folder}.")
             draw_set(folder, per_class, held_out, seed)
     return folder
 
