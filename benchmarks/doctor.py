@@ -49,6 +49,7 @@ def one(name: str, seconds: float, *, cure: bool = True) -> dict[str, Any]:
         "found": [[finding.rule, round(finding.share, 3)] for finding in findings],
         "tuned": case.tuned,
         "predicted": first.factor if first else None,
+        "first_look_s": round(found.first_s, 1),
         "diagnosis_s": round(found.seconds, 1),
         "waterfall": {bar.name: round(1e3 * bar.seconds, 3) for bar in waterfall(found)},
         "tried": {rule: round(found.run_s / after, 3) for rule, after in found.tried.items()},

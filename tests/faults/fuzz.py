@@ -299,7 +299,8 @@ class Checkpoints(Format):
     def make(self, folder: Path) -> None:
         import torch
 
-        from stoker.train.checkpoint import Snapshot, random_states, write_checkpoint
+        from stoker.train.checkpoint import Snapshot, write_checkpoint
+        from stoker.train.randomness import random_states
 
         tensors = {
             "model": {"weight": torch.arange(20.0)},
@@ -322,7 +323,8 @@ class Checkpoints(Format):
             (folder / "checksums.json").write_text(json.dumps(sums))
 
     def read(self, folder: Path) -> Any:
-        from stoker.train.checkpoint import best, read_checkpoint, read_score, restore_random_states
+        from stoker.train.checkpoint import best, read_checkpoint, read_score
+        from stoker.train.randomness import restore_random_states
 
         best(folder.parent, "min")
         read_score(folder)

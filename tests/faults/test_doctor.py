@@ -504,7 +504,8 @@ def first_rule(found: Measured) -> Finding:
 def test_a_gpu_that_waits_for_its_host() -> None:
     found = on_gpu(0.010, 0.010, 0.004, launch_s=0.010, call_s=1e-5)
     one = first_rule(found)
-    assert (one.rule, one.factor) == ("host", pytest.approx(2.5))
+    # Of 6 ms that the GPU does nothing in, half is hoped for: no loop is to blame that could be written anew.
+    assert (one.rule, one.factor) == ("host", pytest.approx(10 / 7))
     assert "the GPU computes for 4 ms of a step of 10 ms; launching alone takes 5 ms" in one.evidence[-1]
     # The same idle GPU, because the host reads numbers: without that it would be ahead.
     found.calls = Calls((), {("loop.py", 7): 12})

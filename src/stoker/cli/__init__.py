@@ -29,9 +29,8 @@ def main() -> None:
     except BrokenPipeError:  # whoever read our output has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    if (
-        "stoker.data.storage.requests" in sys.modules
-    ):  # threads of its client library end with the process, and not before
+    if "stoker.data.storage.requests" in sys.modules:
+        # Threads of its client library end with the process, and not before.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

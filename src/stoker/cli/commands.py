@@ -193,8 +193,8 @@ class Predict:
     """Answer for new samples with a checkpoint of a run, and write the answers to a file. Goes on where it was stopped."""
 
     path: Positional[str]  # a run folder, the name of one below runs/, or a URL
-    inputs: Positional[Path | None] = None  # the samples: a data set, an image, a folder of images
-    data: Path | None = None  # the same; default: those that the run was given
+    inputs: Positional[str | None] = None  # the samples: a data set, an image, a folder of images; or a URL
+    data: str | None = None  # the same; default: those that the run was given
     out: Path | None = None  # file to make; its ending chooses the format
     checkpoint: str = "best"  # best, last, or a checkpoint by its name or path
     weights: Literal["auto", "raw", "ema"] = "auto"  # auto takes averaged weights where there are any

@@ -47,6 +47,8 @@ class Doctor:
             raise UserError("--against compares what two runs wrote down: nothing is measured, applied or verified.")
         if self.against is None and self.slower != Doctor.slower:
             raise UserError("--slower is for --against.")
+        if not 0 <= self.slower < 1:
+            raise UserError(f"--slower is {self.slower}: a share of the rate from 0 to 1, such as 0.05.")
         if self.record:
             rows = ledger.score()
             print_result(rows, console.table(rows) if len(rows) > 1 else "nothing was verified yet", as_json=self.json)
@@ -54,7 +56,7 @@ class Doctor:
         if self.target is None:
             raise UserError("What should be looked at? `stoker doctor TARGET`, `module:probe`, or the folder of a run.")
         if self.against is not None:
-            compared = commands.against(self.target, self.against, self.slower)
+            compared = commands.against(_here(self.target), _here(self.against), self.slower)
             slower = "slower" if compared.slower else "not slower"
             interval = f"{compared.low:.2f} to {compared.high:.2f}"
             text = f"{console.table(compared.rows)}\n{slower}: {compared.ratio:.2f} ({interval})"
@@ -69,15 +71,23 @@ class Doctor:
         commands.check_outputs(self.apply, self.picture)
         if self.picture is not None and self.only == "speed":
             raise UserError("--picture draws learning rates, and --only speed tries none.")
-        found = commands.examine(self.target, overrides, self.seconds, trusted=self.trust, only=self.only)
+        target = _here(self.target)
+        found = commands.examine(target, overrides, self.seconds, trusted=self.trust, only=self.only)
         seconds = self.seconds if self.verify else None
         more, refused = commands.further(
-            self.target, overrides, found, self.apply, seconds, trusted=self.trust, picture=self.picture
+            target, overrides, found, self.apply, seconds, trusted=self.trust, picture=self.picture
         )
         print_result({**found.as_json(), "more": more}, "\n".join([found.text(), *more]), as_json=self.json)
         if refused is not None:
             raise refused
         return 0 if found.is_well else 1
+
+
+def _here(target: str) -> str:
+    """A run that is kept in a store is copied first."""
+    from stoker.launch.elsewhere import here
+
+    return str(here(target)) if "://" in target else target
 
 
 def stop_if_it_cannot_learn(target: str, overrides: list[str], *, trusted: bool) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backwar
 SCORES = {"_softmax", "_safe_softmax", "_softmax_backward_data", "logsumexp"}  # operations that are given them
 LEAST_SIDE = 16  # of the scores of attention; smaller ones are classes
 LOOPED = 20  # operations of one line in one step: it stands in a loop
+READS = 3  # operations of a line for each number that it reads
 SYNC = "called a synchronizing CUDA operation"  # of torch's warning
 
 
@@ -50,27 +51,32 @@ class Calls:
     def share(self, wanted: Callable[[Call], bool]) -> float:
         return sum(call.seconds for call in self.calls if wanted(call)) / (self.seconds or 1.0)
 
-    def busiest_lines(self, count: int = 3) -> list[str]:
-        """Lines that call the most operations: loops show."""
-        ordered = sorted(self._looped().items(), key=lambda one: -one[1])[:count]
+    def busiest_lines(self, count: int = 3, known: Collection[Place] = ()) -> list[str]:
+        """Lines that call the most operations, other than those that are known: loops show."""
+        ordered = sorted(self.looped(known).items(), key=lambda one: -one[1])[:count]
         return [f"{told(place)}  ({calls:,} operations a step)" for place, calls in ordered]
 
-    @property
-    def looped_share(self) -> float:
-        """Of the operations that somebody's lines call, those of lines that call many."""
-        placed = sum(call.place is not None for call in self.calls)
-        return sum(self._looped().values()) / placed if placed else 0.0
+    def looped(self, known: Collection[Place] = ()) -> dict[Place, int]:
+        """Operations of each line that calls many."""
+        return {place: calls for place, calls in self._by_line().items() if calls >= LOOPED and place not in known}
 
     @property
-    def num_looped(self) -> int:
-        return sum(self._looped().values())
+    def num_placed(self) -> int:
+        return sum(call.place is not None for call in self.calls)
 
-    def _looped(self) -> dict[Place, int]:
+    @property
+    def read_share(self) -> float:
+        """Of all operations, those of lines that do little else than to read a number: they go with the reading."""
+        calls = self._by_line()
+        reading = sum(calls[place] for place, times in self.syncs.items() if calls[place] <= READS * times)
+        return reading / max(1, len(self.calls))
+
+    def _by_line(self) -> dict[Place, int]:
         number: dict[Place, int] = defaultdict(int)
         for call in self.calls:
             if call.place is not None:
                 number[call.place] += 1
-        return {place: calls for place, calls in number.items() if calls >= LOOPED}
+        return number
 
     def is_of_scores(self) -> Callable[[Call], bool]:
         """Is an operation one of attention that writes its scores out?"""

@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured once and kept: matrix products, copies, a call, the disk, decoding."""
+"""What this machine can do at most, measured once and kept: matrix products, copies, a call, the disk, decoding, a store."""
 
 import json
 import os
@@ -16,6 +16,7 @@ import torch
 
 from stoker import console
 from stoker.data.cache import cache_folder
+from stoker.data.storage.urls import Url
 from stoker.files import write_json
 from stoker.runs.environment import cpu_name, gpu_names
 
@@ -40,7 +41,7 @@ def ceilings(device: torch.device) -> Ceilings:
     key = "|".join([cpu_name(), str(torch.get_num_threads()), device.type, *gpu_names(), torch.__version__])
     path = cache_folder() / "ceilings.json"
     known = _read(path)
-    if key not in known:
+    if set(known.get(key, ())) != set(Ceilings.__dataclass_fields__):
         with console.progress("measure the machine", 1, "machine") as bar:
             known[key] = asdict(_measure(device))
             bar.advance()
@@ -49,10 +50,27 @@ def ceilings(device: torch.device) -> Ceilings:
     return Ceilings(**known[key])
 
 
+def network(place: Url) -> float | None:
+    """Bytes/s from a store to this machine, as measured once; None: nothing there is large enough to tell."""
+    from stoker.data.storage.objects import endpoint_of  # needs a client library
+    from stoker.data.storage.speed import bytes_per_s
+
+    key, path = f"{cpu_name()}|{endpoint_of(place)}|{place.scheme}://{place.host}", cache_folder() / "ceilings.json"
+    known = _read(path)
+    if key not in known:
+        rate = bytes_per_s(place)
+        if rate is None:
+            return None
+        known[key] = {"bytes_per_s": rate}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, known)
+    return float(known[key]["bytes_per_s"])
+
+
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     try:
         found = json.loads(path.read_text())
-        return {key: value for key, value in found.items() if set(value) == set(Ceilings.__dataclass_fields__)}
+        return {key: value for key, value in found.items() if isinstance(value, dict)}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
 

@@ -58,7 +58,7 @@ def moving(work: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """The same work, which is seen to end."""
 
     def done(batch: Any) -> Any:
-        result = work(batch)
+        result = work(dict(batch) if type(batch) is dict else batch)  # who takes things out of it finds them again
         moved()
         return result
 

@@ -37,7 +37,10 @@ OTHERS = (
     "<string>",
     "<eval_with_key",  # code that torch wrote
 )
-WRITES = ("print(", ".write(", ".flush(", "logging.", "logger.", ".log(", "log.info", "writerow(")
+WRITES = re.compile(
+    r"(?<![\w.])print\(|\.(write|flush|writerow|add_scalar|log_metrics|log_dict)\(|\b(logging|logger)\.|\blog\.\w+\(|"
+    r"(?<!\btorch)(?<!\bmath)(?<!\bnp)(?<!\bnumpy)\.log\((?!\s*\))"  # no logarithm
+)
 GRADIENTS = re.compile(r"\.grad\b(?!\s*\()")  # of parameters, and not autograd.grad(...)
 Place = tuple[str, int]  # file, line
 SAVES = ("torch.save(", "save_file(", "pickle.dump(", "np.save(", "save_pretrained(", "save_checkpoint(")
@@ -203,7 +206,7 @@ def _kind_of_text(file: str, line: int) -> str:
     text = linecache.getline(file, line)
     if any(word in text for word in SAVES):
         return "checkpoint"
-    if any(word in text for word in WRITES):
+    if WRITES.search(text):
         return "logging"
     if GRADIENTS.search(text) or "optimizer.step" in text:
         return "optimizer"

@@ -1,5 +1,6 @@
 """What a loader is made of, as far as it can be told from outside: workers, what lies ahead, where a batch's time goes."""
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -78,9 +79,9 @@ def split_of(probe: Any, kept: list[Any]) -> Split | None:
     loader = probe.loader
     if not isinstance(loader, torch.utils.data.DataLoader) or loader.batch_sampler is None:
         return None
-    dataset = loader.dataset
-    if isinstance(dataset, torch.utils.data.IterableDataset):
+    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return None
+    dataset = apart(loader.dataset)
     with torch.random.fork_rng(devices=[]):
         rows = list(next(iter(loader.batch_sampler)))
     scale = len(rows) / min(len(rows), LOOKED_AT)
@@ -91,6 +92,14 @@ def split_of(probe: Any, kept: list[Any]) -> Split | None:
     collate, _, _ = _timed(lambda: loader.collate_fn(samples))
     aside = None if sequential is None else sequential * scale
     return Split(cold * scale, warm * scale, cpu * scale, collate * scale, aside)
+
+
+def apart(dataset: Any) -> Any:
+    """Not the very one that workers are forked with: a file that it opens at its first sample would be theirs as well."""
+    try:
+        return copy.copy(dataset)
+    except Exception:  # one that lets nobody copy it
+        return dataset
 
 
 def fetch(dataset: Any, rows: Sequence[Any]) -> Any:

@@ -55,7 +55,7 @@ def _clocks(device: torch.device) -> tuple[float | None, bool]:
 def length(loader: Any) -> int | None:
     try:
         return len(loader)
-    except TypeError:
+    except Exception:  # of somebody's own, which may not know
         return None
 
 

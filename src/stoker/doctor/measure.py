@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from stoker import console
+from stoker.data.locations import parse
+from stoker.data.storage.urls import Url
 from stoker.doctor import legs, trials
 from stoker.doctor.calls import calls_of
-from stoker.doctor.ceilings import ceilings
+from stoker.doctor.ceilings import ceilings, network
 from stoker.doctor.learning.habits import restored_rate
 from stoker.doctor.learning.measure import look
 from stoker.doctor.loaders import describe, split_of
@@ -25,6 +27,7 @@ from stoker.doctor.operations import count_flops, profile_steps
 from stoker.doctor.probe import Probe
 from stoker.doctor.rules import diagnose
 
+CALLS = "who calls them"
 COUNTED = 0.6  # of the time of operations: with less of it counted no floor is told
 LEARNING = 4.0  # times the seconds of a leg, for learning rates
 SIGNAL = signal.SIGRTMIN + 7  # nobody's
@@ -51,7 +54,7 @@ def measure(probe: Probe, seconds: float = 4.0, only: str | None = None) -> Meas
         ("the loader alone", lambda: legs.drain(probe, found, seconds)),
         ("the parts of the loader", lambda: _split(probe, found, kept)),
         ("the operations of a step", lambda: _operations(probe, found, kept)),
-        ("who calls them", lambda: _calls(probe, found, kept, seconds / 4)),
+        (CALLS, lambda: _calls(probe, found, kept, seconds / 4)),
         ("the floor", lambda: _floor(probe, found, kept)),
         ("a larger batch", lambda: legs.with_more_samples(probe, found, kept, seconds / 2)),
         ("the copy to the device", lambda: legs.on_the_device(probe, found, kept, seconds / 2)),
@@ -67,14 +70,26 @@ def measure(probe: Probe, seconds: float = 4.0, only: str | None = None) -> Meas
         for name, part in parts:
             _try(found, name, part)
             bar.advance()
+            if name == CALLS:
+                _say_first(found, time.perf_counter() - begin)
     found.seconds = time.perf_counter() - begin
     return found
+
+
+def _say_first(found: Measured, seconds: float) -> None:
+    """What is known before anything is tried: whoever can guess the rest need not wait for it."""
+    found.first_s, findings = seconds, diagnose(found)
+    if findings:
+        console.say(f"after {seconds:.0f} s: {findings[0].sentence} Measuring on, to say what a change gains.")
 
 
 def _split(probe: Probe, found: Measured, kept: legs.Kept) -> None:
     found.split = split_of(probe, kept.given[:2])
     if found.loader.kind == "stoker" and "data.processes" in probe.settings:
         found.decode_rate = ceilings(probe.device).decode
+    place = parse(probe.settings.get("data.path"))
+    if isinstance(place, Url):
+        found.network = network(place)
 
 
 def _operations(probe: Probe, found: Measured, kept: legs.Kept) -> None:
@@ -140,9 +155,27 @@ def _try(found: Measured, name: str, leg: Callable[[], None]) -> None:
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         found.troubles.append(f"{name}: out of memory")
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if _is_interrupt(error):
+            raise KeyboardInterrupt from error
+        found.troubles.append(f"{name}: {type(error).__name__}: {_first_line(error)}")
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Ctrl-C, also where a library answered it with an error of its own."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _first_line(error: BaseException) -> str:
+    try:
         words = str(error).strip().splitlines()
-        found.troubles.append(f"{name}: {type(error).__name__}: {words[0] if words else ''}")
+    except Exception:  # somebody's own, that cannot be put into words
+        return ""
+    return words[0] if words else ""
 
 
 @contextmanager

@@ -81,6 +81,7 @@ class Measured:
     decode_rate: float | None = None  # images/s that one thread can decode, of a recipe of images
     loss_scale: float | None = None  # of float16, at the end of a run
     storage: dict[str, float] = field(default_factory=dict)  # of data elsewhere, from a run's events
+    network: float | None = None  # bytes/s that the store of the data gives this machine at most
     fetch_share: float = 0.0  # of what the loader's threads did: waiting for pieces
     slow_rank: tuple[int, float] | None = None  # its number, and how much longer it takes than the median
     learning: Learning | None = None
@@ -88,6 +89,7 @@ class Measured:
     tried: dict[str, float] = field(default_factory=dict)  # seconds of a step with the change of a rule, where tried
     troubles: list[str] = field(default_factory=list)
     seconds: float = 0.0  # that measuring took
+    first_s: float = 0.0  # until there was a first answer
 
     @property
     def rate(self) -> float | None:

@@ -92,7 +92,7 @@ def find_probe(words: str) -> Probe | None:
     try:
         found = getattr(importlib.import_module(name), attribute.partition(":")[0], None)
     except ModuleNotFoundError as error:
-        if error.name is not None and name.startswith(error.name):
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise UserError(f"There is no module {name} to take the probe {words!r} from.") from error
         raise UserError(f"The module {name} cannot be imported: {error}") from error
     except (Exception, SystemExit) as error:

@@ -19,8 +19,9 @@ from stoker.data.batch import rows_of, tensors_in, to_device
 from stoker.data.ragged import Indices
 from stoker.doctor.finding import Finding
 from stoker.doctor.finite import any_bad, cure_of, first_bad_operation
-from stoker.train.checkpoint import Snapshot, load_weights, read_checkpoint, restore_random_states
+from stoker.train.checkpoint import Snapshot, load_weights, read_checkpoint
 from stoker.train.precision import autocast, resolve_precision
+from stoker.train.randomness import restore_random_states
 from stoker.train.run import Run
 
 AT_ONCE = 256  # samples

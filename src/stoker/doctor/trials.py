@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from stoker.data.batch import map_tensors
 from stoker.doctor import legs
-from stoker.doctor.loaders import fetch
+from stoker.doctor.loaders import apart, fetch
 from stoker.doctor.looks import largest, used_length
 from stoker.doctor.measured import Measured
 from stoker.doctor.probe import Probe
@@ -214,10 +214,10 @@ def plain_collate(probe: Probe, found: Measured, kept: legs.Kept, seconds: float
     assert isinstance(loader, DataLoader)
     assert loader.batch_sampler is not None
     assert found.resident is not None
-    spent = []
+    spent, dataset = [], apart(loader.dataset)
     for rows in islice(loader.batch_sampler, 4):
         begin = time.perf_counter()
-        default_collate(fetch(loader.dataset, rows))
+        default_collate(fetch(dataset, rows))
         spent.append(time.perf_counter() - begin)
     workers, made = loader.num_workers, float(np.median(spent))
     resident = found.resident.mean

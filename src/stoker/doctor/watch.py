@@ -30,8 +30,7 @@ class Watch:
     def __init__(self, loader: Iterable[Any], model: nn.Module | None = None, *, say: bool = True) -> None:
         self._loader, self._say = loader, say
         self._model = None if model is None else watch_of(model)
-        self._waits: list[float] = []
-        self._steps: list[float] = []
+        self._steps: list[tuple[float, float]] = []  # waiting for a batch, and the step on it
         self._gaps: list[float] = []
         self._memory: list[int] = []
         self._samples, self._process = 0, psutil.Process()
@@ -59,7 +58,8 @@ class Watch:
             for batch in self._loader:
                 got = clock()
                 if first:
-                    self._gaps.append(got - asked)
+                    if len(self._steps) < KEPT:
+                        self._gaps.append(got - asked)
                     self._samples = self._samples or _size(batch)
                 if self._model is not None:
                     self._model.before()
@@ -71,17 +71,17 @@ class Watch:
                     self._model.after(batch)
                 first, asked, got = False, clock(), 0.0
         finally:  # a loop that was left, or that knows the number of its batches, does not ask for one more
-            if got:
+            ends = sys is None or sys.is_finalizing()  # the interpreter, and our own names are gone already
+            if got and not ends:
                 self._note(0.0 if first else got - asked, clock() - got)
                 if self._model is not None:
                     self._model.after(batch)
-            if self._say:
+            if self._say and not ends:
                 self._tell()
 
     def _note(self, wait: float, step: float) -> None:
         if len(self._steps) < KEPT:
-            self._waits.append(wait)
-            self._steps.append(step)
+            self._steps.append((wait, step))  # at once: a signal may ask in between
             if len(self._steps) % MEMORY_EVERY == 0:
                 self._memory.append(self._process.memory_info().rss)
 
@@ -90,13 +90,14 @@ class Watch:
         if not self._steps:
             found.troubles.append("the loop has not made a step yet")
             return found
-        count = len(self._steps)
+        waits, steps = zip(*list(self._steps), strict=True)
+        count = len(steps)
         found.answers = None if self._model is None else self._model.answers()
         gaps = self._gaps[1:]  # the first epoch begins with everything else that begins
-        found.run = Leg(tuple(wait + step for wait, step in zip(self._waits, self._steps, strict=True)))
+        found.run = Leg(tuple(wait + step for wait, step in zip(waits, steps, strict=True)))
         found.gap_s = sum(gaps) / count
-        found.wait_s = sum(self._waits) / count
-        found.resident = Leg(tuple(self._steps))
+        found.wait_s = sum(waits) / count
+        found.resident = Leg(steps)
         found.epoch_steps = count // max(1, len(self._gaps))
         found.samples, found.free_bytes = float(self._samples), psutil.virtual_memory().available
         found.grown_bytes = growth([MEMORY_EVERY * one for one in range(len(self._memory))], self._memory)
@@ -105,12 +106,21 @@ class Watch:
         return found
 
     def findings(self) -> list[Finding]:
-        return diagnose(self.measured()) if len(self._steps) >= LEAST_STEPS else []
+        return self._findings(self.measured())
+
+    def _findings(self, found: Measured) -> list[Finding]:
+        return diagnose(found) if len(self._steps) >= LEAST_STEPS else []
 
     def _tell(self) -> None:
-        found, findings = self.measured(), self.findings()
+        """Whatever goes wrong with it, the loop goes on: nobody may listen any more."""
+        with suppress(Exception):
+            self._print()
+
+    def _print(self) -> None:
+        found = self.measured()
         if found.run is None:
             return
+        findings = self._findings(found)
         head = f"stoker.watch: {len(self._steps):,} steps of {1e3 * found.run.mean:.2f} ms, "
         head += f"{found.wait_s / found.run.mean:.0%} waiting for batches. {verdict(found, findings)}"
         lines = [head, *(line for one in findings for line in one.lines(found.rate))]
@@ -120,9 +130,17 @@ class Watch:
 _LIVE: "WeakSet[Watch]" = WeakSet()
 
 
+_telling = threading.Lock()
+
+
 def _tell_all(number: int, frame: Any) -> None:
-    for one in list(_LIVE):
-        one._tell()
+    if not _telling.acquire(blocking=False):  # asked again while it answers
+        return
+    try:
+        for one in list(_LIVE):
+            one._tell()
+    finally:
+        _telling.release()
 
 
 def watch(loader: Iterable[Any], model: nn.Module | None = None, *, say: bool = True) -> Watch:

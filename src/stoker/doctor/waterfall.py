@@ -25,7 +25,7 @@ def waterfall(found: Measured) -> list[Bar]:
         rest = found.run.mean - found.wait_s - found.gap_s
         return [
             Bar("step", rest, rest, rest),
-            Bar("waiting for batches", found.wait_s, 0.0, run_high - rest),
+            Bar("waiting for batches", found.wait_s, max(0.0, run_low - rest), run_high - rest),
             Bar("between epochs", found.gap_s, found.gap_s, found.gap_s),
         ]
     low, high = found.resident.interval()

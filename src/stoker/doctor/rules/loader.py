@@ -142,6 +142,9 @@ def _stall_evidence(found: Measured) -> tuple[str, ...]:
             f"one core decodes {found.decode_rate:,.0f} JPEGs of 375 by 500 pixels a second, {found.cores} at most "
             f"{found.cores * found.decode_rate:,.0f}"
         )
+    if found.network:
+        takes = f": {ms(found.batch_bytes / found.network)} a batch" if found.batch_bytes else ""
+        words.append(f"the store gives this machine {found.network / 1e6:,.0f} MB/s at most{takes}")
     return tuple(words)
 
 

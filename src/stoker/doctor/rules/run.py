@@ -86,6 +86,22 @@ def fetch(found: Measured) -> Finding | None:
     return Finding("fetch", share, sentence, change, evidence, factor, 0.7 * factor, factor)
 
 
+@rule("waiting")
+def waiting(found: Measured) -> Finding | None:
+    """Of a run that is only known by its events."""
+    if found.run is None or found.resident is not None or fetch(found) is not None:
+        return None
+    share = found.wait_s / found.run_s
+    if share < 0.05:
+        return None
+    sentence = f"{share:.0%} of the time is spent waiting for batches."
+    change = (
+        "`stoker doctor CONFIG`, with the run's config.yaml, says what the loader is slow in, and what would cure it"
+    )
+    factor = 1 / (1 - min(share, 0.99))
+    return Finding("waiting", share, sentence, change, (), factor, 0.7 * factor, factor)
+
+
 @rule("scale-collapsed")
 def scale_collapsed(found: Measured) -> Finding | None:
     if found.loss_scale is None or found.loss_scale > COLLAPSED:

@@ -8,7 +8,8 @@ from stoker.doctor.rules.base import NOISE, ms, predicted, rule
 from stoker.doctor.rules.loader import loader_cause
 
 MANY = 400  # operations of a step: with fewer of them a larger batch is the cure, with more a smaller number of them
-MOST = 0.95  # of a step that can be gained: something remains to be done
+HOPED = 0.5  # of what calling operations costs, that torch.compile takes away where there is no loop to blame
+MOST = 0.96  # of a step that can be gained: something remains to be done
 WHOLE = 0.95  # of the asymptotic rate, at which a batch is large enough
 FUSED = 0.15  # of its time that attention needs where its scores are not written out
 MORE = 4  # times the samples, of the step beside which one is measured
@@ -62,7 +63,7 @@ def optimizer(found: Measured) -> Finding | None:
     sentence = (
         f"The optimizer takes {found.lines.share('optimizer'):.0%} of the step: parameter by parameter, in Python."
     )
-    change = "torch.optim.AdamW(..., fused=True), or any of torch's with foreach=True"
+    change = "the same optimizer of torch with fused=True" + (", or foreach=True" if found.device == "cuda" else "")
     # A fused one reads and writes each number once; a tenth of a loop's time is on the safe side.
     return _without(found, "optimizer", 0.9 * share, sentence, change, tuple(found.lines.top(3, "optimizer")))
 
@@ -144,7 +145,11 @@ def batch(found: Measured) -> Finding | None:
     change = (
         f"a batch of {round(times * found.samples):,} instead of {found.samples:,.0f}, and a learning rate to match"
     )
-    evidence = (f"{ms(found.once_s)} a step, {ms(found.more_s)} with {MORE} times the samples",)
+    # Whoever does something else in every step, such as judging the model, sees it there.
+    evidence = (
+        f"{ms(found.once_s)} a step, {ms(found.more_s)} with {MORE} times the samples",
+        *found.lines.top(3, "step"),
+    )
     return Finding("batch", share, sentence, change, evidence, factor, low, high, cost="it changes what is learnt")
 
 
@@ -222,12 +227,18 @@ def host(found: Measured) -> Finding | None:
     sentence += (
         f"{operations.count:,.0f} operations a step are called one by one." if operations.count >= 1 else "Python."
     )
-    loops = [] if found.calls is None else found.calls.busiest_lines()
-    if loops and found.calls is not None:
+    # Lines that log, save or update have rules of their own, as long as those speak.
+    slow = optimizer(found) is not None
+    places = {place for place, kind in found.lines.places.items() if slow or kind != "optimizer"}
+    loops = [] if found.calls is None else found.calls.busiest_lines(known=places)
+    if not loops:
+        share *= HOPED
+    elif found.calls is not None:
         # The change takes the loops away with their small kernels, and no other call.
+        number = sum(found.calls.looped(places).values())
         small = (1 - found.host_share) * operations.short_share / (operations.busy_share or 1.0)
-        small = small if found.device == "cuda" and found.calls.num_looped >= MANY else 0.0
-        looped = found.calls.looped_share
+        small = small if found.device == "cuda" and number >= MANY else 0.0
+        looped = number / max(1, found.calls.num_placed)
         share = min(MOST, (1.0 if looped > 0.9 else looped) * (share + _step_share(found, small * (1 - elsewhere))))
     evidence = (*found.lines.top(3, "step"), *loops, _idle(found))
     change = "compute whole batches instead of the loop on these lines; else torch.compile, or CUDA graphs"
@@ -252,7 +263,15 @@ def _resident_s(found: Measured) -> float:
 
 
 def _by_reads(found: Measured) -> float:
-    """Of a resident step on a GPU: time lost because the host waits for numbers, and could have launched ahead instead."""
+    """Of a resident step on a GPU: lost by reading numbers, and by the operations that are there for nothing else."""
+    waiting = _by_waiting(found)
+    if not waiting or found.calls is None:
+        return waiting
+    return waiting + max(0.0, found.host_share - waiting) * found.calls.read_share
+
+
+def _by_waiting(found: Measured) -> float:
+    """The host could have launched ahead instead of waiting for a number."""
     if found.device != "cuda" or found.operations is None or found.launch_s is None or found.operations.wait_s <= 0:
         return 0.0
     if "sync" in found.tried and found.run is not None:
@@ -286,13 +305,19 @@ def copy(found: Measured) -> Finding | None:
     size = f"{found.batch_bytes / 1e6:.1f} MB a batch"
     if found.pinned_copy_s < 0.7 * copied:
         sentence = f"Copying {size} to the GPU holds the step up: it does not come from pinned memory."
-        change, after = "pin_memory=True, and .to(device, non_blocking=True)", found.pinned_copy_s
+        change, after = "pin_memory=True, and .to(device, non_blocking=True)", _pinned_and_ahead(found)
     else:
         sentence = f"Copying {size} to the GPU takes its time, pinned or not."
         change, after = "copy the next batch in a stream of its own while this step computes, or smaller types", 0.0
     evidence = (f"{ms(copied)} a step; {ms(found.pinned_copy_s)} at the best rate from pinned memory",)
     factor, low, high = predicted(found, found.run.mean - copied + after)
     return Finding("copy", share, sentence, change, evidence, factor, low, high)
+
+
+def _pinned_and_ahead(found: Measured) -> float:
+    """Seconds above a resident step: the GPU copies, then computes, and the host does not wait for either."""
+    busy = found.operations.busy_s if found.operations is not None else _resident_s(found)
+    return max(0.0, found.pinned_copy_s + busy - _resident_s(found))
 
 
 @rule("attention")
