@@ -56,6 +56,25 @@ def faulty_recipe(folder: Path, rows: range) -> str:
     return "faulty:RECIPE"
 
 
+def test_a_recipe_of_ones_own_trains_with_the_same_sums_every_time(stoker: Stoker, events_dir: Path) -> None:
+    """Its operations may race where ours do not: a run on a CPU is inside `same_sums`, whatever it trains."""
+    (stoker.folder / "exact.py").write_text(
+        "from dataclasses import replace\n"
+        "import torch\n"
+        "from stoker.recipes.icecube.recipe import RECIPE as ICECUBE\n"
+        "def build_task(run, facts):\n"
+        "    task = ICECUBE.build_task(run, facts)\n"
+        "    losses = task.losses\n"
+        "    def checked(prediction, batch):\n"
+        "        assert torch.are_deterministic_algorithms_enabled()\n"
+        "        return losses(prediction, batch)\n"
+        "    task.losses = checked\n"
+        "    return task\n"
+        "RECIPE = replace(ICECUBE, name='exact', build_task=build_task)\n"
+    )
+    stoker("train", "exact:RECIPE", "--data.path", events_dir, *SMALL, "--train.steps", "2")
+
+
 def test_kills_at_random_moments_change_nothing(another_stoker: Callable[[str], Stoker], events_dir: Path) -> None:
     whole, killed = another_stoker("whole"), another_stoker("killed")
     small = [

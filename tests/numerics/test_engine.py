@@ -19,7 +19,7 @@ from stoker.train.config import TrainConfig
 from stoker.train.ema import Average
 from stoker.train.guards import LossWatch
 from stoker.train.optim import build_optimizer, parameter_groups, step_unless
-from stoker.train.precision import LossScale
+from stoker.train.precision import LossScale, same_sums
 from stoker.train.schedule import chart, lr_at
 from stoker.train.step import Stepper
 
@@ -281,3 +281,25 @@ def test_what_is_being_saved_does_not_change_with_the_next_step() -> None:
     meter.add(as_step(points(50)), StepResult(zero, zero, zero, zero, zero, zero))
     assert state["samples"] == [100]
     assert len(state["results"]) == 1
+
+
+def test_rows_that_were_taken_often_get_the_same_gradient_every_time() -> None:
+    """Threads add to one row at the same time. Without `same_sums` nearly every try differs in its last bits."""
+    torch.manual_seed(0)
+    taken, upstream = torch.randint(0, 50, (8000,)), torch.randn(8000, 64)
+
+    def gradient() -> Tensor:
+        rows = torch.zeros(50, 64, requires_grad=True)
+        rows[taken].backward(upstream)
+        assert rows.grad is not None
+        return rows.grad
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with same_sums(CPU):
+            first = gradient()
+            assert all(torch.equal(first, gradient()) for _ in range(20))
+    finally:
+        torch.set_num_threads(threads)
+    assert not torch.are_deterministic_algorithms_enabled()

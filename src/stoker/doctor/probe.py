@@ -27,7 +27,7 @@ from stoker.launch.targets import BUILT_IN, OWN, Target
 from stoker.runs.events import EventLog
 from stoker.train.engine import Engine
 from stoker.train.parallel import Ranks
-from stoker.train.precision import autocast
+from stoker.train.precision import autocast, same_sums
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ def probe_of(target: Target) -> Iterator[Probe]:
         if target.recipe.initialise is not None:
             target.recipe.initialise(target.config, run.task)
         log = stack.enter_context(EventLog(folder / "events.jsonl"))
+        stack.enter_context(same_sums(run.device))
         engine = Engine(run, folder, log)
         engine.rehearse()
 

@@ -32,6 +32,7 @@ from stoker.train.engine import Engine
 from stoker.train.evaluate import evaluate
 from stoker.train.loop import train
 from stoker.train.parallel import Ranks
+from stoker.train.precision import same_sums
 from stoker.train.run import Run
 from stoker.train.schedule import chart
 from stoker.train.trackers import open_tracker
@@ -277,6 +278,7 @@ def _run(
         EventLog(folder.events if ranks.is_first else Path(os.devnull)) as log,
         _logged_to(folder, ranks),
         _end_recorded(log),
+        same_sums(run.device),
     ):
         listener = open_tracker(config.log, folder.path, folder.path.name, run.settings) if ranks.is_first else None
         log.listeners += [listener] if listener else []

@@ -1,8 +1,10 @@
-"""Numbers of fewer bits: autocast, TF32, and a loss scale for fp16 that lives on the device."""
+"""Numbers of fewer bits: autocast, TF32, a loss scale for fp16 that lives on the device; and sums in one order."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 from stoker.errors import UserError
@@ -27,6 +29,27 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 def use_tf32(enabled: bool) -> None:
     torch.backends.cuda.matmul.fp32_precision = "tf32" if enabled else "ieee"
     torch.backends.cudnn.conv.fp32_precision = "tf32" if enabled else "ieee"  # type: ignore[attr-defined]
+
+
+@contextmanager
+def same_sums(device: torch.device) -> Iterator[None]:
+    """On a CPU, gradients of rows that were taken more than once are added in one order, whichever thread is first.
+
+    Else threads race, and now and then a run that was resumed differs in the last bit. It costs nothing that was measured.
+    GPUs are left as they are: there the switch makes operations fail that have no such order.
+    """
+    if device.type != "cpu" or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    # That is for finding mistakes, and would cost every allocation.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
 class LossScale:
