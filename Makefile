@@ -8,9 +8,13 @@ export STOKER_CACHE ?= $(CURDIR)/.venv/stoker-cache
 demo: .venv/ready  ## simulate, train, evaluate, print a result table
 	$(BIN)/stoker train icecube:demo
 	$(BIN)/stoker runs
+	$(BIN)/stoker evaluate "$$(ls -td runs/icecube-demo-* | head -1)" >/dev/null
+	$(BIN)/stoker report "$$(ls -td runs/icecube-demo-* | head -1)"
 
 test: check  ## formatting, lint, types, import contract, and every test
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+		echo "pages in a browser were not tested: install one (Debian: apt-get install chromium) and run it again"
 
 test-slow: .venv/ready  ## the cases that the gate has only a few of: twenty faults in a row
 	STOKER_SLOW=1 $(BIN)/python -m pytest tests/e2e

@@ -14,6 +14,7 @@ from stoker import console
 from stoker.cli.doctor import Doctor, stop_if_it_cannot_learn
 from stoker.cli.options import Flag, local, no_overrides
 from stoker.cli.output import is_other_rank, print_result, show_check, show_outcome
+from stoker.cli.report import Report, Show
 from stoker.cli.storage import Cache, Fetch
 from stoker.errors import UserError
 
@@ -296,6 +297,8 @@ COMMANDS: dict[str, Any] = {
     "predict": Predict,
     "export": Export,
     "doctor": Doctor,
+    "report": Report,
+    "show": Show,
     "runs": Runs,
     "fetch": Fetch,
     "cache": Cache,

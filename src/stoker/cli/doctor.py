@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tyro.conf import Positional
 
@@ -24,6 +24,7 @@ class Doctor:
     seconds: float = 4.0  # of each measurement
     only: Literal["speed", "learning"] | None = None  # look at one of them alone
     picture: Path | None = None  # draw the learning rates into this SVG file
+    page: Path | None = None  # write the diagnosis as a page to look at, one HTML file
     apply: Path | None = None  # write the changed configuration to this file
     verify: Flag = False  # try the first change, before and after in turns, and write down what came of it
     against: str | None = None  # another run: compare, and end with 1 where this one is slower
@@ -40,6 +41,7 @@ class Doctor:
         if self.against is not None and (
             self.apply is not None
             or self.picture is not None
+            or self.page is not None
             or self.verify
             or self.only
             or self.seconds != Doctor.seconds
@@ -68,7 +70,7 @@ class Doctor:
         from stoker.doctor import commands
 
         assert self.target is not None
-        commands.check_outputs(self.apply, self.picture)
+        commands.check_outputs(self.apply, self.picture, self.page)
         if self.picture is not None and self.only == "speed":
             raise UserError("--picture draws learning rates, and --only speed tries none.")
         target = _here(self.target)
@@ -77,10 +79,26 @@ class Doctor:
         more, refused = commands.further(
             target, overrides, found, self.apply, seconds, trusted=self.trust, picture=self.picture
         )
+        if self.page is not None:
+            more = [*more, _write_page(found, self.page)]
         print_result({**found.as_json(), "more": more}, "\n".join([found.text(), *more]), as_json=self.json)
         if refused is not None:
             raise refused
         return 0 if found.is_well else 1
+
+
+def _write_page(found: Any, out: Path) -> str:
+    from stoker.doctor import ledger
+    from stoker.files import write_bytes
+    from stoker.report.page import page
+    from stoker.runs.events import in_words
+
+    told = in_words(found.as_json())
+    bars = [{"name": bar.name, "seconds": bar.seconds, "unsure": bar.low <= 0 < bar.seconds} for bar in found.bars]
+    notes = [*(f"could not be measured: {one}" for one in told["troubles"]), *told["notes"]]
+    diagnosis = {"verdict": told["verdict"], "bars": bars, "findings": told["findings"], "troubles": notes}
+    write_bytes(out, page(f"Diagnosis of {told['name']}", diagnosis=diagnosis, record=ledger.score()).encode())
+    return f"page: {out}"
 
 
 def _here(target: str) -> str:

@@ -285,6 +285,14 @@ def against(path: str, other: str, share: float = SLOWER) -> Comparison:
     return Comparison(rows, high < 1 - share, ratio, low, high)
 
 
+def of_events(run: RunFolder) -> list[Finding]:
+    """What the events of a run tell, where they are enough to tell anything."""
+    try:
+        return diagnose(from_events(run))
+    except UserError:
+        return []
+
+
 def at_end(run: RunFolder) -> str | None:
     """One line after training, where the events alone leave no doubt."""
     try:

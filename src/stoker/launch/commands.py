@@ -292,7 +292,7 @@ def _run(
             engine.restore(checkpoint.read_checkpoint(resume_from), resume_from)
         if take_over is not None:
             engine.take_over(checkpoint.read_checkpoint(take_over), str(take_over))
-        _introduce(folder, log, engine, run, resume_from, take_over)
+        _introduce(folder, log, engine, target, resume_from, take_over)
         metrics, stopped_by = train(engine)
         if listener is not None:
             listener.close()
@@ -306,10 +306,10 @@ def _run(
 
 
 def _introduce(
-    folder: RunFolder, log: EventLog, engine: Engine, run: Run, resume_from: Path | None, take_over: Path | None
+    folder: RunFolder, log: EventLog, engine: Engine, target: Target, resume_from: Path | None, take_over: Path | None
 ) -> None:
     """What a person wants to see before the first step, and the event that says how the run began."""
-    config = engine.config
+    config, run = engine.config, engine.run
     log.write(
         events.Start(
             resumed_from=resume_from.name if resume_from else None,
@@ -320,6 +320,8 @@ def _introduce(
             device=str(run.device),
             precision=engine.precision,
             ranks=run.ranks.count,
+            know_nothing=run.task.know_nothing_loss,
+            changed=dict(target.changed),
         )
     )
     console.say(f"run folder: {folder.path}")

@@ -3,8 +3,8 @@
 import importlib
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Target:
     origins: dict[str, str]  # where each value came from
     notes: Sequence[str] = ()  # of the preset
     module: trust.Module | None = None  # of a recipe of one's own
+    changed: Mapping[str, Any] = field(default_factory=dict)  # keys that differ from the preset -> what the preset has
 
 
 def resolve_target(target: str, overrides: list[str], *, trusted: bool = False, recipe: Recipe | None = None) -> Target:
@@ -52,14 +53,20 @@ def resolve_target(target: str, overrides: list[str], *, trusted: bool = False, 
         preset, module = _preset(recipe, base.rpartition(":")[2]), None
         base = f"{IN_HAND}:{recipe.name}"
     layers.append(Layer(COMMAND_LINE, settings.parse_overrides(overrides)))
-    config, origins = settings.resolve(recipe.presets[preset](), layers)
+    base_config = recipe.presets[preset]()
+    config, origins = settings.resolve(base_config, layers)
     for key, why in settings.without_effect(config).items():
         if origins.get(key) == COMMAND_LINE:  # in a file it may stand beside what it was written for
             raise UserError(f"--{key} would change nothing: {why}.")
     origins = settings.default_origins(config, f"preset {recipe.name}:{preset}", origins)
     # By its own name: a preset that was derived from another recipe's must come back as what it is.
     named = replace(_located(config), recipe=f"{_without_preset(base)}:{preset}")
-    return Target(recipe, named, origins, recipe.notes.get(preset, ()), module)
+    return Target(recipe, named, origins, recipe.notes.get(preset, ()), module, _changed(base_config, named))
+
+
+def _changed(preset: RunConfig, config: RunConfig) -> dict[str, Any]:
+    before, now = settings.kept_values(preset), settings.kept_values(config)
+    return {key: before.get(key) for key in now if key != "recipe" and now[key] != before.get(key)}
 
 
 def names_recipe(word: str) -> bool:

@@ -180,8 +180,13 @@ def summarise(run: RunFolder) -> RunSummary:
 
 def _state(run: RunFolder, events: Sequence[Event]) -> str:
     last = next((event for event in reversed(events) if isinstance(event, Start | End)), None)
-    if isinstance(last, End):
-        return last.state
+    return state_of(run, last.state if isinstance(last, End) else None)
+
+
+def state_of(run: RunFolder, ended: str | None) -> str:
+    """`ended`: what the last process that took it on wrote at its end, if it did."""
+    if ended is not None:
+        return ended
     return "running" if _is_alive(run) else "killed"
 
 

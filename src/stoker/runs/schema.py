@@ -31,6 +31,8 @@ class Start(Event):
     device: str = ""
     precision: str = ""
     ranks: int = 1
+    know_nothing: float | None = None  # loss of a model that has learnt nothing
+    changed: dict[str, Any] = field(default_factory=dict)  # keys that differ from the preset -> what the preset has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,9 @@ class Step(Event):
     samples_per_s: float
     wait_share: float  # of the time, waiting for batches
     host_bytes: int = 0  # memory of this process
+    cpu_share: float | None = None  # of all cores of the machine, busy since the last event of this kind
+    device_bytes: int = 0  # of the GPU's memory, the most that tensors took so far
+    device_busy: float | None = None  # of the last moments, a kernel ran on the GPU: NVML's figure
     step_ms: list[float] = field(default_factory=list)  # how long each of them took, by the clock of the host
     copy_s: float = 0.0  # copying their batches to the device, which overlaps with computing
     loss_scale: float | None = None  # of fp16, at the last step

@@ -27,7 +27,7 @@ from stoker.train.config import TrainConfig
 from stoker.train.evaluate import evaluate, rehearse
 from stoker.train.guards import AsyncCopy, BadSteps, LossWatch, Patience, UncheckedStep
 from stoker.train.layers import freeze
-from stoker.train.meter import Meter, Reading, device_line, host_bytes
+from stoker.train.meter import MachineUse, Meter, Reading, host_bytes, machine_use
 from stoker.train.optim import check_optimizer
 from stoker.train.precision import resolve_precision, use_tf32
 from stoker.train.randomness import RandomStates, random_states, restore_random_states
@@ -129,19 +129,20 @@ class Engine:
             # The remainder at the end of an epoch may be a handful of samples, whose mean says little.
             if 2 * samples >= usual:
                 self.watch.look_at(number, loss)
-        self._write_step(reading, lr)
+        use = machine_use(run.device)
+        self._write_step(reading, lr, use)
         self.log.write(events.LoaderTimes(step=self.step, **run.training.read_times()))
         if run.ranks.is_first:  # what others found is asked for at the next evaluation
             self._write_left_out(run.data.bad_samples.drain())
         metric = "" if self.score is None else f"  {self.task.metric} {self.score:.4f}"
         console.say(
             f"step {self.step}/{self.total}  loss {reading.loss:.4f}{metric}  lr {lr:.2e}  gradient {reading.norm:.2f}  "
-            f"{reading.samples_per_s:,.0f} samples/s  waiting for data {reading.wait_share:.0%}{device_line(run.device)}"
+            f"{reading.samples_per_s:,.0f} samples/s  waiting for data {reading.wait_share:.0%}{use.line()}"
         )
         self.meter = Meter()
         release_freed_memory(at_once=False)
 
-    def _write_step(self, reading: Reading, lr: float) -> None:
+    def _write_step(self, reading: Reading, lr: float, use: MachineUse) -> None:
         self.log.write(
             events.Step(
                 step=self.step,
@@ -155,6 +156,7 @@ class Engine:
                 samples_per_s=round(reading.samples_per_s, 1),
                 wait_share=round(reading.wait_share, 4),
                 host_bytes=host_bytes(),
+                **dataclasses.asdict(use),
                 step_ms=reading.step_ms,
                 copy_s=round(reading.copy_s, 5),
                 loss_scale=None if self.stepper.scale is None else float(self.stepper.scale.scale),

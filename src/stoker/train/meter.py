@@ -91,13 +91,27 @@ def host_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def device_line(device: torch.device) -> str:
-    """Memory and utilisation of the GPU, as far as they can be had."""
+@dataclass(frozen=True)
+class MachineUse:
+    """Of the machine's cores and of the GPU, as far as it can be had."""
+
+    cpu_share: float
+    device_bytes: int = 0
+    device_busy: float | None = None
+
+    def line(self) -> str:
+        if not self.device_bytes:
+            return ""
+        busy = "" if self.device_busy is None else f", {self.device_busy:.0%} busy"
+        return f"  GPU {self.device_bytes / 2**30:.1f} GiB{busy}"
+
+
+def machine_use(device: torch.device) -> MachineUse:
+    cpu_share = round(psutil.cpu_percent() / 100, 3)  # since it was asked last
     if device.type != "cuda":
-        return ""
-    memory = torch.cuda.max_memory_allocated(device) / 2**30
+        return MachineUse(cpu_share)
     try:
-        busy = f", {torch.cuda.utilization(device)} % busy"
+        busy = torch.cuda.utilization(device) / 100
     except (ModuleNotFoundError, RuntimeError):
-        busy = ""
-    return f"  GPU {memory:.1f} GiB{busy}"
+        busy = None
+    return MachineUse(cpu_share, torch.cuda.max_memory_allocated(device), busy)

@@ -8,10 +8,11 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 
+from stoker.recipes.icecube.bins import binned
+
 mpl.use("Agg")  # a run has no screen
 from matplotlib import pyplot as plt
 
-BINS = 24
 SIZE = (5.0, 3.6)
 
 
@@ -23,43 +24,48 @@ def draw_plots(values: Mapping[str, Any], truth: Mapping[str, Any], result: Mapp
         _against(values, np.log10(truth["energy"]), "log10 of the energy / GeV", folder / "by_energy.png")
     _bias(values, folder / "bias.png")
     if "kappa" in result:
-        _coverage(result["kappa"], folder / "calibration.png")
+        _coverage(result["kappa"], result["events"], folder / "calibration.png")
 
 
 def _errors(values: Mapping[str, Any], path: Path) -> None:
     with _axes(path, "angular error (rad)", "share of events below") as axes:
         for name, label in (("error", "model"), ("line_fit", "line fit")):
             ordered = np.sort(values[name])
-            axes.plot(ordered, np.linspace(0, 1, len(ordered)), label=label)
+            axes.plot(ordered, np.linspace(0, 1, len(ordered)), label=f"{label}, {len(ordered):,} events")
         axes.legend()
 
 
 def _against(values: Mapping[str, Any], quantity: Any, label: str, path: Path) -> None:
-    """Median error in bins of equal numbers of events."""
-    order = np.argsort(quantity, kind="stable")
-    parts = [part for part in np.array_split(order, BINS) if len(part)]
+    """Median error in bins of equal numbers of events, with what it lies between in 95 % of samples."""
     with _axes(path, label, "median angular error (rad)") as axes:
         for name, what in (("error", "model"), ("line_fit", "line fit")):
-            middle = [float(np.median(quantity[part])) for part in parts]
-            axes.plot(middle, [float(np.median(values[name][part])) for part in parts], marker=".", label=what)
+            one = binned(values[name], quantity)
+            median = np.array(one.median)
+            spread = [median - np.array(one.low), np.array(one.high) - median]
+            axes.errorbar(one.middle, median, yerr=spread, marker=".", capsize=2, linewidth=1, label=what)
+        axes.set_title(f"{len(quantity):,} events, {min(one.count):,} or more a point; bars 95 %", fontsize=8)
         axes.set_ylim(bottom=0)
         axes.legend()
 
 
 def _bias(values: Mapping[str, Any], path: Path) -> None:
     with _axes(path, "cosine of the zenith", "events") as axes:
-        edges = np.linspace(-1, 1, 41).tolist()
-        axes.hist(values["true"][:, 2], bins=edges, histtype="step", label="true")
-        axes.hist(values["predicted"][:, 2], bins=edges, histtype="step", label="predicted")
+        edges = np.linspace(-1, 1, 21)
+        for name in ("true", "predicted"):
+            count = np.histogram(values[name][:, 2], edges)[0]
+            axes.errorbar(
+                (edges[1:] + edges[:-1]) / 2, count, np.sqrt(count), drawstyle="steps-mid", capsize=2, label=name
+            )
         axes.legend()
 
 
-def _coverage(kappa: Mapping[str, Any], path: Path) -> None:
+def _coverage(kappa: Mapping[str, Any], count: int, path: Path) -> None:
     with _axes(path, "share that a region should hold", "share that it holds") as axes:
         axes.plot([0, 1], [0, 1], color="grey", linewidth=1)
-        for name, label in (("coverage", "as predicted"), ("coverage_corrected", "corrected")):
-            wanted = [float(share) for share in kappa[name]]
-            axes.plot(wanted, list(kappa[name].values()), marker="o", label=label)
+        for name, label, of in (("coverage", "as predicted", count), ("coverage_corrected", "corrected", count // 2)):
+            wanted, held = [float(share) for share in kappa[name]], np.array(list(kappa[name].values()))
+            spread = 1.96 * np.sqrt(held * (1 - held) / max(1, of))
+            axes.errorbar(wanted, held, spread, marker="o", capsize=2, label=f"{label}, {of:,} events")
         axes.legend()
 
 

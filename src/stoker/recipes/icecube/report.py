@@ -1,6 +1,7 @@
 """An evaluation in depth: where a model is good, where it is not, whether it knows, and what it is beside the baselines.
 
-Everything goes into one folder of the run: report.json with every number, report.md with tables, and plots.
+Everything goes into one folder of the run: report.json with every number, report.md with tables, plots, and page.json with
+what `stoker report` shows of it.
 """
 
 # E events
@@ -21,6 +22,7 @@ from stoker.recipe import Trained
 from stoker.recipes.icecube.baselines import line_fit
 from stoker.recipes.icecube.batch import EventBatch
 from stoker.recipes.icecube.data import load_rows
+from stoker.recipes.icecube.display import sections
 from stoker.recipes.icecube.losses import angle_between, region_angle
 from stoker.recipes.icecube.perturb import CHANGES
 from stoker.recipes.icecube.task import DirectionTask
@@ -35,6 +37,12 @@ SHARES = (0.1, 0.25, 0.5, 0.68, 0.9, 0.95)
 PULSE_EDGES = (0, 40, 60, 100, 200, 1000, math.inf)
 ZENITH_EDGES = tuple(math.acos(c) for c in (1, 0.6, 0.2, -0.2, -0.6, -1))
 ENERGY_EDGES = (0, 1e3, 1e4, 1e5, 1e6, math.inf)
+BY = (
+    ("by_kind", "By kind"),
+    ("by_energy_gev", "By energy (GeV)"),
+    ("by_pulses", "By number of pulses"),
+    ("by_zenith_rad", "By true zenith"),
+)
 MOST_FITTED = 2000  # tracks that the likelihood fit gets: it takes far longer than the model
 MOST_PERTURBED = 8192  # events
 
@@ -86,6 +94,10 @@ def report(model: Trained, run: Run, data_path: Location, folder: Path) -> dict[
     from stoker.recipes.icecube.plots import draw_plots  # Matplotlib takes a second to come
 
     draw_plots(values, truth, result, folder)
+    ids = np.asarray(table.columns["id"])
+    detector = task.sensor_xyz.cpu().tolist()
+    shown = sections(values, truth, result, rows, ids, stages, detector)
+    write_json(folder / "page.json", {"sections": [*shown, *_tables(result)]})
     return result
 
 
@@ -210,6 +222,21 @@ def _bias(values: Mapping[str, Numbers]) -> dict[str, list[float]]:
     return {name: values[name].mean(0).tolist() for name in ("predicted", "true")}
 
 
+def _tables(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The same tables as in report.md, for the page."""
+    found = []
+    for key, title in BY:
+        if rows := result.get(key):
+            heading = ["", *(name.replace("_", " ") for name in next(iter(rows.values())))]
+            cells = [[name, *(_cell(value) for value in row.values())] for name, row in rows.items()]
+            found.append({"kind": "table", "title": title, "heading": heading, "rows": cells})
+    robust = [[name, f"{value:.4f}"] for name, value in result["robustness_rad"].items()]
+    return [
+        *found,
+        {"kind": "table", "title": "Mean error of changed events (rad)", "heading": ["", "mean"], "rows": robust},
+    ]
+
+
 def as_text(result: Mapping[str, Any]) -> str:
     """Tables of report.json, for people."""
     about = "\n".join(f"* {name}: {value}" for name, value in result["about"].items())
@@ -221,12 +248,7 @@ def as_text(result: Mapping[str, Any]) -> str:
     if tracks := result.get("tracks"):
         rows = {name: list(tracks[name].values()) for name in ("model", "likelihood fit", "line fit")}
         parts.append(_table(f"{tracks['events']:,} tracks", ("", *tracks["model"]), rows))
-    for key, title in (
-        ("by_kind", "By kind"),
-        ("by_energy_gev", "By energy (GeV)"),
-        ("by_pulses", "By number of pulses"),
-        ("by_zenith_rad", "By true zenith"),
-    ):
+    for key, title in BY:
         if found := result.get(key):
             heading = ("", *(name.replace("_", " ") for name in next(iter(found.values()))))
             parts.append(_table(title, heading, {name: list(row.values()) for name, row in found.items()}))
@@ -242,6 +264,9 @@ def as_text(result: Mapping[str, Any]) -> str:
 def _table(title: str, heading: tuple[str, ...], rows: Mapping[str, Any]) -> str:
     lines = [f"## {title}", "", "| " + " | ".join(heading) + " |", "|" + "---|" * len(heading)]
     for name, row in rows.items():
-        cells = [f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for value in row]
-        lines.append("| " + " | ".join([name, *cells]) + " |")
+        lines.append("| " + " | ".join([name, *map(_cell, row)]) + " |")
     return "\n".join(lines)
+
+
+def _cell(value: int | float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"

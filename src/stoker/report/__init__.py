@@ -1,0 +1,1 @@
+"""Pages that open by double-click: of runs, diagnoses, evaluations and single events. Nothing here needs torch."""

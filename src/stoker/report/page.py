@@ -1,0 +1,72 @@
+"""One file with everything in it: opens by double-click, asks no network for anything, escapes all that comes from data."""
+
+import html
+import json
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from string import Template
+from typing import Any
+
+from stoker.runs.environment import package_versions
+
+SCRIPTS = ("uPlot.iife.min.js", "charts.js", "display.js", "page.js")
+STYLES = ("uPlot.min.css", "page.css")
+
+
+def page(
+    title: str,
+    *,
+    runs: Sequence[Mapping[str, Any]] = (),
+    diagnosis: Mapping[str, Any] | None = None,
+    record: Sequence[Sequence[str]] = (),
+    sections: Sequence[Mapping[str, Any]] = (),
+    heading: str = "",
+    live_s: float = 0.0,
+) -> str:
+    """`live_s`: how often the page asks its server for new values; 0: never, it has no server."""
+    data = page_data(runs, diagnosis, record, sections, heading, live_s)
+    version, now = package_versions().get("stoker", "of a source tree"), time.strftime("%Y-%m-%d at %H:%M")
+    return Template(_asset("page.html")).substitute(
+        title=html.escape(title),
+        style="\n".join(map(_asset, STYLES)),
+        script="\n".join(map(_asset, SCRIPTS)),
+        data=in_script(data),
+        connect="'self'" if live_s else "'none'",
+        footer=html.escape(f"Written by Stoker {version} on {now}. Charts by uPlot (MIT)."),
+    )
+
+
+def page_data(
+    runs: Sequence[Mapping[str, Any]],
+    diagnosis: Mapping[str, Any] | None = None,
+    record: Sequence[Sequence[str]] = (),
+    sections: Sequence[Mapping[str, Any]] = (),
+    heading: str = "",
+    live_s: float = 0.0,
+    version: str = "",
+) -> dict[str, Any]:
+    """What the scripts of the page read."""
+    return {
+        "runs": list(runs),
+        "diagnosis": diagnosis,
+        "record": [list(row) for row in record],
+        "sections": list(sections),
+        "heading": heading,
+        "live": live_s,
+        "version": version,
+    }
+
+
+def in_script(value: Any) -> str:
+    """JSON that cannot end the element it stands in, whatever is in it."""
+    text = json.dumps(
+        value, allow_nan=False, separators=(",", ":")
+    )  # ASCII: nothing that a script would take for a line end
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def _asset(name: str) -> str:
+    return resources.files("stoker.report").joinpath("assets", name).read_text(encoding="utf-8")
