@@ -16,7 +16,7 @@ from stoker.recipes.icecube.batch import EventBatch
 from stoker.recipes.icecube.bins import Numbers, binned
 from stoker.recipes.icecube.data import load_rows, open_all
 
-MOST_PULSES = 1500  # of an event on a page: those with the largest charge
+MOST_PULSES = 1500  # of an event on a page; of a larger one those of a DOM are joined
 CELLS = (
     (16, 32),
     (8, 16),
@@ -203,27 +203,32 @@ def _items(
 
 def _item(batch: EventBatch, number: int) -> dict[str, Any]:
     first_dom, last_dom = batch.event_offsets[number : number + 2].tolist()
-    pulses = slice(int(batch.dom_offsets[first_dom]), int(batch.dom_offsets[last_dom]))
-    lengths = batch.dom_offsets[first_dom : last_dom + 1].diff()
-    sensor = torch.repeat_interleave(batch.sensor[first_dom:last_dom], lengths).numpy()
-    time, charge, auxiliary = (getattr(batch, name)[pulses].numpy() for name in ("time", "charge", "auxiliary"))
+    begin, end = int(batch.dom_offsets[first_dom]), int(batch.dom_offsets[last_dom])
+    time, charge, auxiliary = (getattr(batch, name)[begin:end].numpy() for name in ("time", "charge", "auxiliary"))
+    starts = batch.dom_offsets[first_dom:last_dom].numpy() - begin
+    sensor, lengths = batch.sensor[first_dom:last_dom].numpy(), np.diff(np.append(starts, len(time)))
     close = auxiliary == 0 if (auxiliary == 0).any() else np.ones(len(time), bool)
     low, high = (float(one) for one in np.percentile(time[close], (1, 99)))
     first, last = low - 100.0, high + 100.0  # the rest of a readout is noise, microseconds away: shown at the ends
-    kept = np.sort(np.lexsort((-charge, auxiliary))[:MOST_PULSES])
+    joined = len(time) > MOST_PULSES
+    if joined:
+        time = np.minimum.reduceat(np.where(close, time, np.inf), starts)
+        charge, auxiliary = np.add.reduceat(charge, starts), np.isinf(time)
+    else:
+        sensor = np.repeat(sensor, lengths)
     direction = batch.direction[number].numpy()
     return {
-        "pulses": len(time),
-        "sensor": sensor[kept].tolist(),
-        "time": np.clip(time[kept], first, last).round(0).tolist(),
-        "charge": np.round(charge[kept], 2).tolist(),
-        "auxiliary": auxiliary[kept].astype(int).tolist(),
+        "pulses": end - begin,
+        "sensor": sensor.tolist(),
+        "time": np.clip(time, first, last).round(0).tolist(),
+        "charge": np.round(charge, 2).tolist(),
+        "auxiliary": auxiliary.astype(int).tolist(),
         "span": [first, last],
         "true": [round(float(one), 4) for one in direction]
         if np.isfinite(direction).all() and direction.any()
         else None,
         "predicted": None,
-        "about": "",
+        "about": "Pulses of a DOM are joined: their charge, at the time of the first. " if joined else "",
     }
 
 

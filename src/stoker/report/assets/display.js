@@ -34,20 +34,20 @@ function eventDisplay(section) {
       const [x, y] = project(place, scale, width, height);
       context.fillRect(x, y, 1, 1);
     }
-    const item = section.items[view.item], [first, last] = item.span, now = first + (last - first) * view.share;
+    const item = section.items[view.item], largest = item.charge.reduce((a, b) => Math.max(a, b), 1), [first, last] = item.span, now = first + (last - first) * view.share;
     const pulses = item.sensor.map((sensor, i) => [project(section.detector[sensor], scale, width, height), item.time[i], item.charge[i], item.auxiliary[i]])
       .filter(pulse => pulse[1] <= now).sort((one, other) => other[0][2] - one[0][2]);
     for (const [[x, y], when, charge, auxiliary] of pulses) {
       const hue = 240 * Math.min(1, Math.max(0, (when - first) / (last - first || 1)));
       context.globalAlpha = auxiliary ? 0.25 : 0.85;
       context.fillStyle = `hsl(${hue} 95% 60%)`;
-      context.beginPath(); context.arc(x, y, Math.max(1.2, 2.2 * Math.sqrt(charge) * Math.sqrt(view.zoom)), 0, 7); context.fill();
+      context.beginPath(); context.arc(x, y, Math.max(1.3, Math.min(2.4 * Math.sqrt(charge), 15 * Math.sqrt(charge / largest)) * Math.sqrt(view.zoom)), 0, 7); context.fill();
     }
     context.globalAlpha = 1;
     arrow(context, item, item.true, "#ffffff", "true", scale, width, height);
     arrow(context, item, item.predicted, "#ffd34d", "predicted", scale, width, height);
     canvas.dataset.turn = view.turn.toFixed(3); canvas.dataset.points = pulses.length; canvas.dataset.now = now.toFixed(1);
-    told.textContent = `${pulses.length.toLocaleString("en")} of ${item.pulses.toLocaleString("en")} pulses up to ${Math.round(now - first).toLocaleString("en")} ns. ${item.about}`;
+    told.textContent = `${pulses.length.toLocaleString("en")} of ${item.sensor.length.toLocaleString("en")} points up to ${Math.round(now - first).toLocaleString("en")} ns, ${item.pulses.toLocaleString("en")} pulses in all. ${item.about}`;
   }
 
   // The neutrino came from there: the line goes through the centre of the charge.
@@ -101,5 +101,5 @@ function eventDisplay(section) {
   play.addEventListener("click", start);
   new ResizeObserver(draw).observe(canvas);
   return make("div", { class: "panel" }, make("h3", { text: section.title }), make("div", { class: "controls" }, choose, play, time), canvas, told,
-    make("p", { class: "note", text: "Drag or arrow keys turn it, the wheel or + and - zoom, space plays, n and p change the event. Red is early, blue late; the area of a disc is its charge; pulses without a coincidence are faint." }));
+    make("p", { class: "note", text: "Drag or arrow keys turn it, the wheel or + and - zoom, space plays, n and p change the event. Red is early, blue late; the area of a disc grows with its charge; pulses without a coincidence are faint." }));
 }
