@@ -42,7 +42,7 @@ def test_an_evaluation_leaves_tables_numbers_and_plots(stoker: Stoker, run: Path
     assert len(folders) == 2  # nothing is replaced
     names = {path.name for path in folders[0].iterdir()}
     plots = {"errors", "by_pulses", "by_zenith", "by_energy", "bias", "calibration"}
-    assert names == {"report.json", "report.md", *(f"{name}.png" for name in plots)}
+    assert names == {"report.json", "report.md", "page.json", *(f"{name}.png" for name in plots)}
     report = json.loads((folders[0] / "report.json").read_text())
     assert report["events"] == 150
     assert set(report["by_kind"]) == {"track", "cascade"}

@@ -39,10 +39,7 @@ class Report:
             raise UserError("--port is for --serve.")
         if not self.paths:
             raise UserError("Which run? `stoker report RUN`; `stoker runs` lists them.")
-        from stoker.launch.elsewhere import here
-        from stoker.runs.folder import open_run
-
-        runs = [open_run(here(path)) for path in self.paths]
+        runs = [_opened(path) for path in self.paths]
         if self.serve:
             return self._serve(runs)
         values = [_values(run, len(runs)) for run in runs]
@@ -97,6 +94,17 @@ class Show:
         if self.open:
             webbrowser.open(out.absolute().as_uri())
         return 0
+
+
+def _opened(path: str) -> Any:
+    """Without torch, where it is a folder of this machine."""
+    from stoker.runs.folder import open_run
+
+    if "://" not in path:
+        return open_run(Path(path))
+    from stoker.launch.elsewhere import here
+
+    return open_run(here(path))
 
 
 def _title(runs: list[Any]) -> str:

@@ -12,7 +12,7 @@ from stoker import console, settings
 from stoker.errors import UserError
 from stoker.report.series import MOST, Numbers, chart, in_order, short
 from stoker.runs.folder import RunFolder, state_of
-from stoker.runs.history import History, Norms, read_history
+from stoker.runs.history import LOADER, STEP, History, Norms, read_history
 
 WORDS = {
     "bad_step": "skipped: not finite",
@@ -100,9 +100,8 @@ def _figures(history: History, state: str) -> list[list[str]]:
 
 def _charts(history: History, most: int) -> list[dict[str, Any]]:
     """One x axis each, so that each is thinned by what it shows."""
-    columns = {name: np.frombuffer(values, np.float64) for name, values in history.steps.items()}
-    kept = in_order(columns["step"]) if history.num_steps else np.zeros(0, np.int64)
-    at = {name: values[kept] for name, values in columns.items()}
+    kept = in_order(np.frombuffer(history.steps["step"], np.float64))
+    at = {name: np.frombuffer(history.steps[name], np.float64)[kept] for name in STEP}
     step, start = at["step"], history.marks["start"][-1] if history.marks["start"] else {}
     gib = {
         "process": at["host_bytes"] / 2**30,
@@ -139,7 +138,7 @@ def _evaluation_charts(history: History) -> list[dict[str, Any] | None]:
 
 
 def _loader_charts(history: History, most: int) -> list[dict[str, Any] | None]:
-    at = {name: np.frombuffer(values, np.float64) for name, values in history.loader.items()}
+    at = {name: np.frombuffer(history.loader[name], np.float64) for name in LOADER}
     if not len(at["step"]):
         return []
     kept = in_order(at["step"])

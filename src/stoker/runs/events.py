@@ -63,7 +63,7 @@ def read_events(path: Path, *kinds: type[E]) -> Iterator[E]:
     """Events in their order, of these kinds; what is none of them, such as a line that a kill tore, is passed over."""
     if not path.is_file():
         return
-    wanted = {kind.kind: _adapter(kind.kind) for kind in kinds}
+    wanted = {kind.kind: adapter_of(kind.kind) for kind in kinds}
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
@@ -76,7 +76,7 @@ def read_events(path: Path, *kinds: type[E]) -> Iterator[E]:
 
 
 @cache
-def _adapter(kind: str) -> TypeAdapter[Any]:
+def adapter_of(kind: str) -> TypeAdapter[Any]:
     """Fields of a later version are passed over; numbers that JSON does not have are words."""
     return TypeAdapter(KINDS[kind])
 

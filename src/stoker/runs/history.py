@@ -1,6 +1,5 @@
 """The events of a run in columns, read in one pass: a million lines in seconds, in a few bytes for each."""
 
-import json
 import math
 from array import array
 from collections.abc import Iterator, Mapping
@@ -8,10 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
+from stoker.runs.events import adapter_of
 from stoker.runs.schema import upgraded
 
 STEP = ("step", "time", "epoch", "lr", "loss", "grad_norm", "bad", "samples_per_s", "wait_share", "host_bytes",
-        "cpu_share", "device_bytes", "device_busy", "copy_s", "loss_scale")  # fmt: skip
+        "cpu_share", "device_bytes", "device_busy", "copy_s", "loss_scale", "step_s")  # fmt: skip
 LOADER = ("step", "seconds", "wait_s", "wait_p99_ms", "ready")
 MOST_NORMS = 400  # moments for which the norms of every parameter are kept; neighbours are joined, the larger stays
 MOST_MARKS = 2000  # of one kind; every other is dropped beyond that, and all are counted
@@ -28,7 +30,28 @@ MARKS = (
     "end",
 )
 
-Columns = dict[str, "array[float]"]
+RARE = (*MARKS, "evaluation", "finding", "shuffle")
+
+
+class Table:
+    """Rows of numbers, one after the other; a column is cut out when it is asked for."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names, self._values = names, array("d")
+
+    def __len__(self) -> int:
+        return len(self._values) // len(self._names)
+
+    def __getitem__(self, name: str) -> "array[float]":
+        return self._values[self._names.index(name) :: len(self._names)]
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """All of a row, or nothing of it."""
+        row = [math.nan if value is None else value for value in map(event.get, self._names)]
+        try:
+            self._values.extend(array("d", row))
+        except TypeError:  # a word, such as "nan"
+            self._values.extend(array("d", map(_number, row)))
 
 
 @dataclass
@@ -65,8 +88,8 @@ class Norms:
 class History:
     """What a run wrote. Numbers that are missing or no numbers are NaN."""
 
-    steps: Columns = field(default_factory=lambda: {name: array("d") for name in (*STEP, "step_s")})
-    loader: Columns = field(default_factory=lambda: {name: array("d") for name in LOADER})
+    steps: Table = field(default_factory=lambda: Table(STEP))
+    loader: Table = field(default_factory=lambda: Table(LOADER))
     stages: dict[str, "array[float]"] = field(default_factory=dict)  # busy seconds of each, beside `loader`
     norms: Norms = field(default_factory=Norms)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
@@ -91,7 +114,7 @@ def read_history(path: Path) -> History:
     for line in _lines(path):
         found.lines += 1
         try:
-            event = upgraded(json.loads(line))
+            event = upgraded(from_json(line, cache_strings="keys"))
             kind = event["event"]
             _take(found, kind, event)
             found.counts[kind] = found.counts.get(kind, 0) + 1
@@ -108,30 +131,31 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _take(found: History, kind: str, event: dict[str, Any]) -> None:
     if kind == "step":
-        took = event.get("step_ms") or ()
-        spent = sum(map(float, took)) / 1e3  # before anything is kept: a line that cannot be read leaves no half of it
-        for name in STEP:
-            value = event.get(name)
-            found.steps[name].append(value if type(value) is float else _number(value))
-        found.steps["step_s"].append(spent)
+        event["step_s"] = sum(map(float, event.get("step_ms") or ())) / 1e3
+        found.steps.add(event)
     elif kind == "loader":
         stages = {name: _number(one["busy_s"]) for name, one in event["stages"].items()}
-        for name in LOADER:
-            value = event.get(name)
-            found.loader[name].append(value if type(value) is float else _number(value))
+        found.loader.add(event)
         for name, busy in stages.items():
             column = found.stages.setdefault(name, array("d"))
-            column.extend([math.nan] * (len(found.loader["step"]) - 1 - len(column)))
+            if missing := len(found.loader) - 1 - len(column):
+                column.extend([math.nan] * missing)
             column.append(busy)
     elif kind == "norms":
         found.norms.add(int(event["step"]), event["gradient"], event["update_ratio"], found.counts.get(kind, 0))
-    elif kind == "evaluation":
+    elif kind in RARE:
+        _take_rare(found, kind, vars(adapter_of(kind).validate_python(event)))
+
+
+def _take_rare(found: History, kind: str, event: dict[str, Any]) -> None:
+    """Fields have their types, and those that are missing their defaults."""
+    if kind == "evaluation":
         _judge(found, event)
     elif kind == "finding":
         found.findings.append(event)
     elif kind == "shuffle":
         found.shuffle = event
-    elif kind in found.marks:
+    else:
         _add_seconds(found, kind, event)
         _append(found.marks[kind], event)
         if kind in ("start", "end"):
