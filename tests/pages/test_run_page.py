@@ -58,6 +58,8 @@ def test_the_keyboard_zooms_and_the_theme_changes(look: Any, tmp_path: Path) -> 
     seen.page.keyboard.press("+")
     seen.page.wait_for_timeout(100)
     assert chart.screenshot() != before
+    seen.page.select_option("#smooth", "0.9")
+    assert "training loss, smoothed" in seen.page.inner_text("#learning")
     seen.page.click("#theme")
     assert seen.page.get_attribute("html", "data-theme") == "dark"
     seen.is_fine()

@@ -38,11 +38,16 @@ function lineChart(title, charts, marks, options = {}) {
   const tables = [], series = [{ label: "step", value: (u, v) => v === null ? "-" : v.toLocaleString("en") }];
   let count = 0;
   for (const { chart, run } of charts) {
-    tables.push([chart.x, ...chart.series.map(one => one.y)]);
+    tables.push([chart.x]);
     for (const one of chart.series) {
+      tables[tables.length - 1].push(one.y);
       const colour = COLOURS[count++ % COLOURS.length];
-      series.push({ label: run ? `${run}: ${one.name}` : one.name, stroke: colour, width: 1.5, spanGaps: false,
-        points: { show: chart.x.length < 60, size: 4 }, value: (u, v) => figure(v) });
+      const label = run ? `${run}: ${one.name}` : one.name, points = { show: chart.x.length < 60, size: 4 };
+      series.push({ label, stroke: options.smoothing ? `${colour}55` : colour, width: 1.5, spanGaps: false, points, value: (u, v) => figure(v) });
+      if (options.smoothing) {
+        tables[tables.length - 1].push(smoothed(one.y, options.smoothing));
+        series.push({ label: `${label}, smoothed`, stroke: colour, width: 2, points: { show: false }, value: (u, v) => figure(v) });
+      }
     }
   }
   const data = tables.length > 1 ? uPlot.join(tables) : tables[0];
@@ -62,15 +67,15 @@ function lineChart(title, charts, marks, options = {}) {
       const y = u.valToPos(baseline, "y", true);
       ctx.strokeStyle = ink("--soft"); ctx.fillStyle = ink("--soft"); ctx.setLineDash([6, 4]); ctx.lineWidth = 1;
       ctx.beginPath(); ctx.moveTo(bbox.left, y); ctx.lineTo(bbox.left + bbox.width, y); ctx.stroke();
-      ctx.setLineDash([]); ctx.font = `${11 * devicePixelRatio}px system-ui`;
-      ctx.fillText(options.baselineText || "knowing nothing", bbox.left + 8, y - 5);
+      ctx.setLineDash([]); ctx.textAlign = "left"; ctx.textBaseline = "bottom"; ctx.font = `${11 * devicePixelRatio}px system-ui`;
+      ctx.fillText(options.baselineText || "knowing nothing", bbox.left + bbox.width - 120 * devicePixelRatio, y - 2);
     }
     ctx.restore();
   };
   const axis = { stroke: () => ink("--ink"), grid: { stroke: () => ink("--line"), width: 1 }, ticks: { stroke: () => ink("--line") } };
   const plot = new uPlot({
     width: 500, height: 260, series, hooks: { draw: [drawOver] }, cursor: { drag: { x: true, y: false } },
-    scales: { x: { time: false }, y: { distr: log ? 3 : 1,
+    scales: { x: { time: false, range: (u, low, high) => low === high ? [0, high || 1] : [low, high] }, y: { distr: log ? 3 : 1,
       range: log ? undefined : (u, low, high) => spread(low, high, baseline, options.least) } },
     axes: [axis, { ...axis, size: 70, values: (u, values) => values.map(figure) }],
   }, data, place);
@@ -81,6 +86,16 @@ function lineChart(title, charts, marks, options = {}) {
   const drawn = charts.reduce((sum, one) => sum + one.chart.x.length, 0), all = charts.reduce((sum, one) => sum + one.chart.of, 0);
   if (drawn < all) panel.append(make("p", { class: "note", text: `${drawn.toLocaleString("en")} of ${all.toLocaleString("en")} points; every extreme is among them.` }));
   return panel;
+}
+
+// A running mean that forgets; what is no number is passed over. Its beginning is not pulled towards zero.
+function smoothed(values, keep) {
+  let sum = 0, weight = 0;
+  return values.map(value => {
+    if (value === null) return null;
+    sum = keep * sum + (1 - keep) * value; weight = keep * weight + (1 - keep);
+    return sum / weight;
+  });
 }
 
 function spread(low, high, baseline, least) {

@@ -18,7 +18,7 @@ function chartsOf(runs, ids) {
     if (!found.length) return null;
     const marks = runs.length === 1 && MARKED.includes(id) ? runs[0].marks : [];
     const title = TITLES[id] || found[0].chart.series[0].name;
-    return lineChart(id === "metric" ? `${title}: ${found[0].chart.series[0].name}` : title, found, marks, { log: found[0].chart.log, baseline: found[0].chart.baseline, least: found[0].chart.least });
+    return lineChart(id === "metric" ? `${title}: ${found[0].chart.series[0].name}` : title, found, marks, { log: found[0].chart.log, baseline: found[0].chart.baseline, least: found[0].chart.least, smoothing });
   }).filter(Boolean);
 }
 
@@ -105,12 +105,14 @@ function render(data) {
   document.body.dataset.ready = String(Date.now());
 }
 
+let smoothing = 0;
 let data = JSON.parse(document.getElementById("data").textContent);
 document.getElementById("theme").addEventListener("click", () => {
   const root = document.documentElement, dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
   render(data);
 });
+document.getElementById("smooth").addEventListener("change", event => { smoothing = +event.target.value; render(data); });
 render(data);
 if (data.live) setInterval(async () => {
   try {
