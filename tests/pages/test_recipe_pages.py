@@ -76,13 +76,18 @@ def test_events_of_a_data_set_are_shown_without_a_run(
         assert cli(["pack", "icecube", str(events_dir), str(source)]) == 0
     import pyarrow.parquet as pq
 
-    event = pq.read_table(events_dir / "train_meta.parquet").column("event_id")[5].as_py()
-    assert cli(["show", str(source), "--event", str(event), "--out", str(out)]) == 0
+    ids = pq.read_table(events_dir / "train_meta.parquet").column("event_id")
+    event, other = ids[5].as_py(), ids[2].as_py()
+    asked = ["--event", str(event), "--event", str(other), "--event", str(event)]
+    assert cli(["show", str(source), *asked, "--out", str(out)]) == 0
     seen = look(out)
     seen.is_fine()
-    assert f"event {event}" in seen.page.inner_text("select")
+    options = seen.page.eval_on_selector_all("main option", "all => all.map(one => one.textContent.split(',')[0])")
+    assert options == [f"event {event}", f"event {other}"]  # as asked, and each once
     assert cli(["show", str(source), "--event", "-5", "--out", str(tmp_path / "none.html")]) == 2
-    assert cli(["show", str(source), "--event", str(event), "--out", str(out)]) == 2  # nothing is overwritten
+    out.write_text("mine")
+    assert cli(["show", str(source), "--event", str(event), "--out", str(out)]) == 2
+    assert out.read_text() == "mine"  # nothing is overwritten but pages of ours
 
 
 def test_images_are_shown(look: Any, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from stoker.report.page import page
 from stoker.report.serve import PageServer
 from stoker.runs.events import EventLog
 from stoker.runs.folder import RunFolder
-from stoker.runs.schema import BadStep, Compilation, End, LeftOut
+from stoker.runs.schema import BadStep, Compilation, End, Evaluation, LeftOut, Norms
 
 LINES = 1_000_000 if os.environ.get("STOKER_SLOW") else 100_000
 HOSTILE = (
@@ -157,8 +157,124 @@ def test_runs_lie_beside_each_other(look: Any, tmp_path: Path) -> None:
     assert "train.lr\t0.001\t0.005" in told
     assert "first: training loss" in seen.page.inner_text("#learning")
     assert "second: training loss" in seen.page.inner_text("#learning")
-    assert cli(["report", str(first), str(second), "--out", str(out)]) == 2  # nothing is overwritten
+    assert cli(["report", str(first), str(second), "--out", str(out)]) == 0  # a page of ours may be replaced
     assert cli(["report", str(first), str(second), "--text"]) == 0
+
+
+BAD_SECTIONS: list[Any] = [
+    None,
+    {"kind": "curve", "title": "no series"},
+    {"kind": "curve", "title": "empty", "x": "x", "series": []},
+    {"kind": "curve", "title": "zeros", "x": "x", "log": True,
+     "series": [{"name": "a", "x": [0, 1], "y": [1, None], "n": [None, 1]}]},
+    {"kind": "curve", "title": "long", "x": "x",
+     "series": [{"name": "a", "x": [*range(150_000)], "y": [1] * 150_000, "points": False}]},
+    {"kind": "sky", "title": "no cells", "label": "", "cells": []},
+    {"kind": "table", "title": "no rows"},
+    {"kind": "table", "title": "not a number", "rows": [[float("nan"), float("inf")]]},
+    {"kind": "matrix", "title": "wide", "label": "", "names": ["a"], "columns": ["a"], "rows": [[1, 2, 3]]},
+    {"kind": "events", "title": "none", "detector": [], "items": []},
+    {"kind": "__proto__", "title": "odd"},
+]  # fmt: skip
+
+
+def test_a_section_that_cannot_be_drawn_is_one_line(look: Any, tmp_path: Path) -> None:
+    run = usual_run(tmp_path / "run")
+    (run / "evaluation" / "one").mkdir(parents=True)
+    (run / "evaluation" / "one" / "page.json").write_text(json.dumps({"sections": BAD_SECTIONS}))
+    assert cli(["report", str(run)]) == 0
+    seen = look(run / "report.html")
+    seen.is_fine()
+    assert len(seen.points()) > 14
+    told = seen.page.inner_text("#evaluation-1")
+    assert '"no series" cannot be drawn' in told
+    assert 'does not know how to draw "__proto__"' in told
+
+
+DAMAGED = [
+    {"event": "start", "know_nothing": "nan"},
+    {"event": "start", "know_nothing": "inf", "data": [], "changed": 3, "steps": None},
+    {"event": "step", "step": "inf", "loss": 1.0},
+    {"event": "step", "step": None, "loss": 1.0},
+    {"event": "step", "step": 10**400, "loss": 1.0},
+    {"event": "step", "step": 5, "loss": 1e308, "step_ms": ["nan", "inf", 5]},
+    {"event": "step", "step": 6, "loss": -1e308, "grad_norm": "nan"},
+    {"event": "evaluation", "step": 10**400, "metric": "m", "goal": "min", "score": 1.0},
+    {"event": "evaluation", "step": 4, "metric": "m", "goal": "min", "score": "nan", "seconds": "inf"},
+    {"event": "checkpoint", "step": 4, "seconds": "nan"},
+    {"event": "norms", "step": 3, "gradient": {"a": "nan", "b": None}, "update_ratio": {}},
+    {"event": "norms", "step": 4, "gradient": {}, "update_ratio": {}},
+    {"event": "loader", "step": 3, "stages": {"read": {"busy_s": "inf"}}},
+    {"event": "bad_step", "step": 3, "samples": "all"},
+    {"event": 5},
+]
+
+
+def test_damaged_values_leave_the_rest_of_a_page(look: Any, tmp_path: Path) -> None:
+    run = usual_run(tmp_path / "run")
+    with (run / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps({"version": 2, "time": 1.0, **one}) + "\n" for one in DAMAGED)
+    (run / "environment.json").write_text('{"a":' * 100_000)
+    assert cli(["report", str(run), "--text"]) == 0
+    assert cli(["report", str(run)]) == 0
+    look(run / "report.html").is_fine()
+
+
+def test_figures_are_those_of_the_events(tmp_path: Path) -> None:
+    slow = step_event(1, 1.0, step_ms=[9000.0], wait_share=0.0)
+    quick = step_event(2, 1.0, step_ms=[1000.0], wait_share=1.0)
+    data = run_data(RunFolder(make_run(tmp_path / "waits", [start_event(), slow, quick])))
+    assert "10% of the time waiting" in data["verdict"]
+    assert {one["name"]: one["seconds"] for one in data["bars"]} == {"computing": 9.0, "waiting for batches": 1.0}
+
+    def judged(step: int, score: float) -> Evaluation:
+        return Evaluation(step=step, metric="m", goal="max", score=score)
+
+    events = [start_event(), *(step_event(step, 1.0) for step in range(1, 11)), judged(4, 0.2), judged(10, 0.9)]
+    events += [
+        start_event(resumed_from="step-00000005"),
+        *(step_event(step, 1.0) for step in range(6, 9)),
+        judged(8, 0.5),
+    ]
+    data = run_data(RunFolder(make_run(tmp_path / "resumed", events)))
+    assert "after step 8." in data["verdict"]  # what came after the checkpoint was lost
+    assert "Best m: 0.5 at step 8" in data["verdict"]
+
+
+def test_norms_of_a_wide_model_fit_on_a_page(tmp_path: Path) -> None:
+    events: list[Any] = [start_event(), step_event(1, 1.0)]
+    for step in range(1, 200):
+        sizes = {f"layer.{number}": 1e9 if number == 777 and step == 99 else 1.0 for number in range(800)}
+        events.append(Norms(step=step, gradient=sizes, update_ratio=sizes))
+    data = run_data(RunFolder(make_run(tmp_path / "run", events)))
+    rows = data["norms"]["gradient"]
+    assert len(rows) * len(rows[0]) <= 60_000
+    assert max(rows[data["norms"]["names"].index("layer.777")]) == 1e9
+    assert len(data["norms"]["steps"]) == len(rows[0])
+    assert len(json.dumps(data)) < 1_000_000
+
+
+@pytest.mark.parametrize(
+    "words", [["--port", "5"], ["--serve", "--port", "70000"], ["--text", "--open"], ["--serve", "--out", "x"]]
+)
+def test_options_that_would_do_nothing_are_refused(tmp_path: Path, words: list[str]) -> None:
+    run = usual_run(tmp_path / "run")
+    assert cli(["report", str(run), *words]) == 2
+
+
+def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = usual_run(tmp_path / "first"), usual_run(tmp_path / "second")
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "report.html", first / "report.html"):
+        path.write_text("mine")
+    assert cli(["report", str(first), str(second)]) == 2
+    assert cli(["report", str(first)]) == 2
+    (second / "report.html").symlink_to(tmp_path / "nowhere")
+    assert cli(["report", str(second)]) == 2
+    assert (tmp_path / "report.html").read_text() == (first / "report.html").read_text() == "mine"
+    monkeypatch.chdir(second)
+    assert cli(["report", ".", "--out", "page.html"]) == 0
+    assert "<title>second</title>" in (second / "page.html").read_text()
 
 
 def test_a_page_follows_a_run(look: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +294,7 @@ def test_a_page_follows_a_run(look: Any, tmp_path: Path, monkeypatch: pytest.Mon
         for path in ("config.yaml", "../config.yaml", "%2e%2e/config.yaml", "data.json/../config.yaml"):
             assert seen.page.request.get(server.address + path).status == 404
         assert seen.page.request.post(server.address).status == 501
+        assert seen.page.request.head(server.address).status == 200
         assert seen.page.request.get(server.address, headers={"Host": "somewhere.example"}).status == 403
     finally:
         server.close()
@@ -187,3 +304,8 @@ def test_a_page_of_nothing_but_a_title(look: Any, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     out.write_text(page("empty"))
     look(out).is_fine()
+
+
+def test_norms_of_nothing_are_no_chart(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [start_event(), step_event(1, 1.0), Norms(step=1, gradient={}, update_ratio={})])
+    assert run_data(RunFolder(run))["norms"] is None

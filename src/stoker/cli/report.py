@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tyro.conf import Positional
+from tyro.conf import Positional, UseAppendAction
 
 from stoker import console
 from stoker.cli.options import Flag, local, no_overrides
@@ -25,7 +25,7 @@ class Report:
     out: Path | None = None  # file to write; default: report.html in the run's folder, of several here
     open: Flag = False  # show it in the browser
     serve: Flag = False  # on this machine only, following the run while it trains
-    port: int = 0  # of --serve; default: any that is free
+    port: int | None = None  # of --serve; default: any that is free
     text: Flag = False  # print the essentials instead
     json: Flag = False  # print where the page is as JSON, with --text its values
 
@@ -35,7 +35,7 @@ class Report:
             raise UserError("--text prints, and writes no page.")
         if self.serve and (self.out is not None or self.json):
             raise UserError("--serve writes nothing: it takes neither --out nor --json.")
-        if self.port and not self.serve:
+        if self.port is not None and not self.serve:
             raise UserError("--port is for --serve.")
         if not self.paths:
             raise UserError("Which run? `stoker report RUN`; `stoker runs` lists them.")
@@ -52,7 +52,7 @@ class Report:
         from stoker.report.page import page
 
         out = self.out or (runs[0].path / "report.html" if len(runs) == 1 else Path("report.html"))
-        _write(out, page(_title(runs), runs=values, record=ledger.score()), replace=self.out is None)
+        _write(out, page(_title(runs), runs=values, record=ledger.score()))
         print_result({"page": str(out)}, f"page: {out}", as_json=self.json)
         if self.open:
             webbrowser.open(out.absolute().as_uri())
@@ -61,7 +61,7 @@ class Report:
     def _serve(self, runs: list[Any]) -> int:
         from stoker.report.serve import PageServer
 
-        server = PageServer(_title(runs), lambda: [_values(run, len(runs)) for run in runs], self.port)
+        server = PageServer(_title(runs), lambda: [_values(run, len(runs)) for run in runs], self.port or 0)
         console.say(f"{server.address} follows {_title(runs)}. Ctrl-C ends it.")
         if self.open:
             webbrowser.open(server.address)
@@ -77,7 +77,9 @@ class Show:
     """Show an event of a data set in three dimensions, without a run."""
 
     path: Positional[str]  # the data set: Kaggle layout, packed, or GraphNeT's; a folder or a URL
-    event: tuple[int, ...] = ()  # ids of events; default: twelve at random
+    event: UseAppendAction[
+        tuple[int, ...]
+    ] = ()  # id of an event, and --event again for more; default: twelve at random
     out: Path | None = None  # file to write; default: events.html here
     open: Flag = False  # show it in the browser
     json: Flag = False  # print where the page is as JSON
@@ -89,7 +91,7 @@ class Show:
 
         section = show_events(self.path, self.event)
         out = self.out or Path("events.html")
-        _write(out, page(f"Events of {self.path}", sections=[section], heading="Events"), replace=self.out is None)
+        _write(out, page(f"Events of {self.path}", sections=[section], heading="Events"))
         print_result({"page": str(out)}, f"page: {out}", as_json=self.json)
         if self.open:
             webbrowser.open(out.absolute().as_uri())
@@ -108,7 +110,7 @@ def _opened(path: str) -> Any:
 
 
 def _title(runs: list[Any]) -> str:
-    return " and ".join(run.path.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
+    return " and ".join(run.path.resolve().name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
 
 
 def _values(run: Any, count: int) -> dict[str, Any]:
@@ -127,13 +129,22 @@ def _findings(run: Any) -> list[dict[str, Any]] | None:
     return [one.as_json() for one in of_events(run)]
 
 
-def _write(out: Path, text: str, *, replace: bool) -> None:
-    """Only what has a name of our own is replaced."""
+def _write(out: Path, text: str) -> None:
+    """Only a page of ours is replaced."""
     from stoker.files import write_bytes
 
     local(out)
-    if out.exists() and not replace:
-        raise UserError(f"{out} exists. Name another file: --out FILE.")
+    if (out.exists() or out.is_symlink()) and not _is_ours(out):
+        raise UserError(f"{out} exists, and is no page of Stoker's. Name another file: --out FILE.")
     if not out.absolute().parent.is_dir():
         raise UserError(f"There is no folder {out.absolute().parent} to write {out.name} to.")
-    write_bytes(out, text.encode())
+    write_bytes(out, text.encode(errors="replace"))
+
+
+def _is_ours(path: Path) -> bool:
+    from stoker.report.page import MARK
+
+    if not path.is_file() or path.is_symlink():
+        return False
+    with path.open("rb") as file:
+        return MARK.encode() in file.read(1000)

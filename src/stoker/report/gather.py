@@ -12,8 +12,9 @@ from stoker import console, settings
 from stoker.errors import UserError
 from stoker.report.series import MOST, Numbers, chart, in_order, short
 from stoker.runs.folder import RunFolder, state_of
-from stoker.runs.history import LOADER, STEP, History, Norms, read_history
+from stoker.runs.history import LOADER, STEP, History, Norms, read_history, step_of
 
+MOST_PARAMETERS, MOST_CELLS = 500, 40_000  # of the heat map
 WORDS = {
     "bad_step": "skipped: not finite",
     "spike": "spike of the loss",
@@ -33,12 +34,13 @@ def run_data(run: RunFolder, findings: Sequence[Mapping[str, Any]] | None = None
     state = state_of(run, history.ended)
     found = [dict(one) for one in (history.findings if findings is None else findings)]
     return {
-        "name": run.path.name,
+        "name": run.path.resolve().name,
         "state": state,
         "verdict": _verdict(history, state, found),
         "figures": _figures(history, state),
         "charts": _charts(history, most),
         "marks": _marks(history),
+        "counts": {kind: history.counts.get(kind, 0) for kind in WORDS},
         "norms": _norms(history.norms),
         "bars": _bars(history),
         "findings": found,
@@ -58,8 +60,7 @@ def _verdict(history: History, state: str, findings: Sequence[Mapping[str, Any]]
         said.append(f"Best {best['metric']}: {_figure(best['score'])} at step {best['step']:,}.")
         if last["step"] != best["step"]:
             said.append(f"At the end it was {_figure(last['score'])}.")
-    waits = history.steps["wait_share"]
-    said.append(f"{_rate(history)} samples a second, {_mean(waits):.0%} of the time waiting for data.")
+    said.append(f"{_rate(history)} samples a second, {history.wait_share:.0%} of the time waiting for data.")
     if history.counts.get("bad_step"):
         said.append(f"{history.counts['bad_step']:,} steps were not finite and were skipped.")
     said += [str(findings[0].get("sentence", ""))] if findings else []
@@ -74,11 +75,11 @@ def _figures(history: History, state: str) -> list[list[str]]:
     losses = [one for one in history.steps["loss"] if math.isfinite(one)]
     if losses:
         rows.append(["loss at the end", _figure(losses[-1])])
-    if start.get("know_nothing") is not None:
+    if _finite(start.get("know_nothing")) is not None:
         rows.append(["loss of knowing nothing", _figure(start["know_nothing"])])
     rows += [
         ["samples/s", _rate(history)],
-        ["waiting for data", f"{_mean(history.steps['wait_share']):.1%}"],
+        ["waiting for data", f"{history.wait_share:.1%}"],
         ["in steps", console.seconds_as_text(sum(history.steps["step_s"]))],
         ["parameters", f"{int(start.get('parameters') or 0):,}"],
         ["device", f"{start.get('device', '?')}, {start.get('precision', '?')}, {start.get('ranks', 1)} rank(s)"],
@@ -88,6 +89,13 @@ def _figures(history: History, state: str) -> list[list[str]]:
             rows.append([name, f"{history.counts[kind]:,}"])
     resumed = max(0, history.counts.get("start", 0) - 1)
     rows += [["taken up again", f"{resumed} times"]] if resumed else []
+    if history.shuffle:
+        rows.append(
+            [
+                "shuffle",
+                f"neighbours correlate by {history.shuffle['lag1']:.3f} (+-{history.shuffle['lag1_error']:.3f})",
+            ]
+        )
     data = start.get("data") or {}
     rows += [
         [
@@ -109,7 +117,7 @@ def _charts(history: History, most: int) -> list[dict[str, Any]]:
     }
     busy = {"CPU, all cores": 100 * at["cpu_share"], "GPU": 100 * at["device_busy"]}
     charts = [
-        chart("loss", step, {"training loss": at["loss"]}, most, baseline=start.get("know_nothing")),
+        chart("loss", step, {"training loss": at["loss"]}, most, baseline=_finite(start.get("know_nothing"))),
         *_evaluation_charts(history),
         chart("lr", step, {"learning rate": at["lr"]}, most),
         chart("gradient", step, {"norm of the gradient": at["grad_norm"]}, most, log=True),
@@ -162,7 +170,7 @@ def _marks(history: History) -> list[dict[str, Any]]:
     last = 0
     for number, start in enumerate(history.marks["start"]):
         source = start.get("resumed_from") or start.get("forked_from")
-        last = _step_of(source) if source else last
+        last = step_of(source) if source else last
         if source or number:
             kind = "fork" if start.get("forked_from") else "resume"
             found.append({"step": last, "kind": kind, "text": f"{kind} from {source or 'the beginning'}"})
@@ -188,20 +196,33 @@ def _told(kind: str, word: str, event: Mapping[str, Any]) -> str:
         return word  # of another version
 
 
-def _step_of(checkpoint: str) -> int:
-    digits = "".join(one for one in str(checkpoint).rpartition("step-")[2] if one.isdigit())
-    return int(digits or 0)
-
-
 def _norms(norms: Norms) -> dict[str, Any] | None:
-    if not norms.steps:
+    """At most MOST_CELLS of each: parameters with the largest gradients, and moments of which the largest stays."""
+    largest: dict[str, float] = {}
+    for moment in norms.gradient:
+        for name, value in moment.items():
+            largest[name] = max(largest.get(name, -math.inf), value if math.isfinite(value) else math.inf)
+    if not largest:
         return None
-    names = list(dict.fromkeys(name for one in norms.gradient for name in one))
+    kept = set(sorted(largest, key=lambda name: -largest[name])[:MOST_PARAMETERS])
+    names = [name for name in largest if name in kept]
+    together = -(-len(norms.steps) * len(names) // MOST_CELLS)
 
     def rows(moments: Sequence[Mapping[str, float]]) -> list[list[float | None]]:
-        return [short(_column(one.get(name) for one in moments), 3) for name in names]
+        return [short(_largest(_column(one.get(name) for one in moments), together), 3) for name in names]
 
-    return {"steps": norms.steps, "names": names, "gradient": rows(norms.gradient), "update": rows(norms.update_ratio)}
+    return {
+        "steps": norms.steps[::together],
+        "names": names,
+        "gradient": rows(norms.gradient),
+        "update": rows(norms.update_ratio),
+        "of": len(largest),
+    }
+
+
+def _largest(values: Numbers, together: int) -> Numbers:
+    """Of neighbours; NaN where one of them is no number."""
+    return np.maximum.reduceat(values, np.arange(0, len(values), together))
 
 
 def _bars(history: History) -> list[dict[str, Any]]:
@@ -233,7 +254,8 @@ def _sections(path: Path) -> list[dict[str, Any]]:
     """What the newest evaluation in depth has to show."""
     pages = sorted((path / "evaluation").glob("*/page.json"), key=lambda one: one.stat().st_mtime)
     found = _json(pages[-1]) if pages else None
-    return found["sections"] if isinstance(found, dict) and isinstance(found.get("sections"), list) else []
+    sections = found.get("sections") if isinstance(found, dict) else None
+    return [one for one in sections if isinstance(one, dict)] if isinstance(sections, list) else []
 
 
 def _json(path: Path) -> Any:
@@ -261,13 +283,12 @@ def _column(values: Any) -> Numbers:
     return np.array([math.nan if one is None else float(one) for one in values], np.float64)
 
 
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
 def _figure(value: Any) -> str:
     return f"{float(value):.5g}"
-
-
-def _mean(values: Any) -> float:
-    known = [one for one in values if math.isfinite(one)]
-    return sum(known) / len(known) if known else 0.0
 
 
 def _rate(history: History) -> str:

@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any
 
 from stoker.runs.environment import package_versions
 
+MARK = '<meta name="generator" content="stoker">'  # by which a page of ours is known
 SCRIPTS = ("uPlot.iife.min.js", "charts.js", "display.js", "page.js")
 STYLES = ("uPlot.min.css", "page.css")
 
@@ -24,9 +26,10 @@ def page(
     sections: Sequence[Mapping[str, Any]] = (),
     heading: str = "",
     live_s: float = 0.0,
+    version: str = "",
 ) -> str:
     """`live_s`: how often the page asks its server for new values; 0: never, it has no server."""
-    data = page_data(runs, diagnosis, record, sections, heading, live_s)
+    data = page_data(runs, diagnosis, record, sections, heading, live_s, version)
     version, now = package_versions().get("stoker", "of a source tree"), time.strftime("%Y-%m-%d at %H:%M")
     return Template(_asset("page.html")).substitute(
         title=html.escape(title),
@@ -34,6 +37,7 @@ def page(
         script="\n".join(map(_asset, SCRIPTS)),
         data=in_script(data),
         connect="'self'" if live_s else "'none'",
+        mark=MARK,
         footer=html.escape(f"Written by Stoker {version} on {now}. Charts by uPlot (MIT)."),
     )
 
@@ -61,10 +65,21 @@ def page_data(
 
 def in_script(value: Any) -> str:
     """JSON that cannot end the element it stands in, whatever is in it."""
-    text = json.dumps(
-        value, allow_nan=False, separators=(",", ":")
-    )  # ASCII: nothing that a script would take for a line end
+    text = as_json(value)  # in ASCII: nothing that a script would take for the end of a line
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def as_json(value: Any) -> str:
+    """What is no number becomes null: JSON has no word for it, and a chart a gap."""
+    return json.dumps(_known(value), allow_nan=False, separators=(",", ":"))
+
+
+def _known(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _known(one) for key, one in value.items()}
+    return [_known(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 @cache

@@ -1,7 +1,6 @@
 """The page of a run while it trains, on this machine's loopback only: two addresses, nothing written, no file handed out."""
 
 import hashlib
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from stoker.errors import UserError
-from stoker.report.page import page, page_data
+from stoker.report.page import as_json, page, page_data
 
 EVERY_S = 2.0
 HOST = "127.0.0.1"
@@ -27,15 +26,15 @@ class PageServer:
             def do_GET(self) -> None:
                 outer.answer(self)
 
+            do_HEAD = do_GET  # noqa: N815
+
             def log_message(self, format: str, *args: Any) -> None:
                 """Every page asks every two seconds."""
 
         try:
             self._server = ThreadingHTTPServer((HOST, port), Handler)
-        except OSError as error:
-            raise UserError(
-                f"Port {port} of {HOST} cannot be had ({error.strerror}). Name another: --port N."
-            ) from error
+        except (OSError, OverflowError) as error:
+            raise UserError(f"Port {port} of {HOST} cannot be had ({error}). Name another: --port N.") from error
         self._server.daemon_threads = True
 
     @property
@@ -55,10 +54,11 @@ class PageServer:
         if request.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
             return request.send_error(403)
         if request.path == "/":
-            text = page(self._title, runs=self._values()["runs"], live_s=EVERY_S)
+            values = self._values()
+            text = page(self._title, runs=values["runs"], live_s=EVERY_S, version=values["version"])
             return _send(request, text, "text/html; charset=utf-8")
         if request.path == "/data.json":
-            return _send(request, json.dumps(self._values(), allow_nan=False), "application/json")
+            return _send(request, as_json(self._values()), "application/json")
         return request.send_error(404)
 
     def _values(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class PageServer:
             now = time.monotonic()
             if self._latest is None or now - self._latest[0] >= EVERY_S:
                 runs = self._read()
-                version = hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()[:16]
+                version = hashlib.sha256(as_json(runs).encode()).hexdigest()[:16]
                 self._latest = now, page_data(runs, live_s=EVERY_S, version=version)
             return self._latest[1]
 
@@ -77,4 +77,5 @@ def _send(request: BaseHTTPRequestHandler, text: str, kind: str) -> None:
     for name, value in (("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store")):
         request.send_header(name, value)
     request.end_headers()
-    request.wfile.write(body)
+    if request.command != "HEAD":
+        request.wfile.write(body)

@@ -35,7 +35,11 @@ def _curve(chart: Mapping[str, Any]) -> str:
     series = chart["series"][0]
     values = _stretches(chart["x"], series["y"])
     known = [one for one in values if one is not None]
+    if not known:
+        return f"{series['name']}: no numbers"
     low, high = min(known), max(known)
+    if not math.isfinite(high - low):
+        return f"{series['name']}: from {low:.4g} to {high:.4g}"
     heights = [None if one is None else (one - low) / ((high - low) or 1) * (8 * ROWS - 1) + 1 for one in values]
     lines = []
     for row in reversed(range(ROWS)):

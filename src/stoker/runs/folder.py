@@ -197,5 +197,5 @@ def _is_alive(run: RunFolder) -> bool:
         if written["host"] != platform.node():
             return time.time() - run.events.stat().st_mtime < 600
         return bool(abs(psutil.Process(written["pid"]).create_time() - written["started"]) < 1.0)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, psutil.Error):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, psutil.Error):
         return False

@@ -16,6 +16,7 @@ STEP = ("step", "time", "epoch", "lr", "loss", "grad_norm", "bad", "samples_per_
         "cpu_share", "device_bytes", "device_busy", "copy_s", "loss_scale", "step_s")  # fmt: skip
 LOADER = ("step", "seconds", "wait_s", "wait_p99_ms", "ready")
 MOST_NORMS = 400  # moments for which the norms of every parameter are kept; neighbours are joined, the larger stays
+MOST_EVALUATIONS = 50_000  # likewise
 MOST_MARKS = 2000  # of one kind; every other is dropped beyond that, and all are counted
 MARKS = (
     "start",
@@ -75,6 +76,11 @@ class Norms:
         if len(self.steps) >= 2 * MOST_NORMS:
             self._halve()
 
+    def forget_after(self, step: int) -> None:
+        kept = sum(one <= step for one in self.steps)
+        for column in (self.steps, self.gradient, self.update_ratio):
+            del column[kept:]
+
     def _halve(self) -> None:
         for column in (self.gradient, self.update_ratio):
             for first, second in zip(column[::2], column[1::2], strict=False):
@@ -97,7 +103,6 @@ class History:
     marks: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {kind: [] for kind in MARKS})
     counts: dict[str, int] = field(default_factory=dict)  # of events, by kind
     seconds: dict[str, float] = field(default_factory=dict)  # that events say they took, by kind
-    best: dict[str, Any] | None = None  # evaluation
     ended: str | None = None  # how, as the last process wrote; None: it has not
     shuffle: dict[str, Any] = field(default_factory=dict)
     lines: int = 0
@@ -105,7 +110,25 @@ class History:
 
     @property
     def num_steps(self) -> int:
-        return int(max(self.steps["step"], default=0))
+        """The last that was written: a resumed run begins before the end of the one that was killed."""
+        return int(self.steps["step"][-1]) if len(self.steps) else 0
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The evaluation with the best score."""
+        known = [one for one in self.evaluations if math.isfinite(one["score"])]
+        if not known:
+            return None
+        pick = min if known[-1]["goal"] == "min" else max
+        return pick(known, key=lambda one: float(one["score"]))
+
+    @property
+    def wait_share(self) -> float:
+        """Of all the time in steps."""
+        stepped, waits = self.steps["step_s"], self.steps["wait_share"]
+        known = [(spent, share) for spent, share in zip(stepped, waits, strict=True) if math.isfinite(share)]
+        total = sum(spent for spent, _ in known)
+        return sum(spent * share for spent, share in known) / total if total else 0.0
 
 
 def read_history(path: Path) -> History:
@@ -131,10 +154,12 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _take(found: History, kind: str, event: dict[str, Any]) -> None:
     if kind == "step":
-        event["step_s"] = sum(map(float, event.get("step_ms") or ())) / 1e3
+        event["step"] = _whole(event["step"])
+        event["step_s"] = sum(one for one in map(float, event.get("step_ms") or ()) if 0 <= one < math.inf) / 1e3
         found.steps.add(event)
     elif kind == "loader":
         stages = {name: _number(one["busy_s"]) for name, one in event["stages"].items()}
+        event["step"] = _whole(event["step"])
         found.loader.add(event)
         for name, busy in stages.items():
             column = found.stages.setdefault(name, array("d"))
@@ -142,45 +167,63 @@ def _take(found: History, kind: str, event: dict[str, Any]) -> None:
                 column.extend([math.nan] * missing)
             column.append(busy)
     elif kind == "norms":
-        found.norms.add(int(event["step"]), event["gradient"], event["update_ratio"], found.counts.get(kind, 0))
+        found.norms.add(_whole(event["step"]), event["gradient"], event["update_ratio"], found.counts.get(kind, 0))
     elif kind in RARE:
         _take_rare(found, kind, vars(adapter_of(kind).validate_python(event)))
 
 
 def _take_rare(found: History, kind: str, event: dict[str, Any]) -> None:
     """Fields have their types, and those that are missing their defaults."""
+    if "step" in event:
+        _whole(event["step"])
     if kind == "evaluation":
-        _judge(found, event)
+        _add_seconds(found, kind, event)
+        _append(found.evaluations, event, MOST_EVALUATIONS)
     elif kind == "finding":
         found.findings.append(event)
     elif kind == "shuffle":
         found.shuffle = event
     else:
         _add_seconds(found, kind, event)
-        _append(found.marks[kind], event)
-        if kind in ("start", "end"):
-            found.ended = str(event["state"]) if kind == "end" else None
+        _append(found.marks[kind], event, MOST_MARKS)
+        if kind == "start":
+            _begin(found, event)
+        elif kind == "end":
+            found.ended = event["state"]
 
 
-def _judge(found: History, event: dict[str, Any]) -> None:
-    score = _number(event["score"])
-    better = score < _number(found.best["score"]) if found.best and event["goal"] == "min" else True
-    if found.best and event["goal"] != "min":
-        better = score > _number(found.best["score"])
-    if better and math.isfinite(score):
-        found.best = event
-    _add_seconds(found, "evaluation", event)
-    _append(found.evaluations, event)
+def _begin(found: History, event: dict[str, Any]) -> None:
+    """What came after the checkpoint that it goes on from was lost, and comes again."""
+    found.ended = None
+    if event["resumed_from"] is not None:
+        step = step_of(event["resumed_from"])
+        found.evaluations = [one for one in found.evaluations if one["step"] <= step]
+        found.norms.forget_after(step)
+
+
+def step_of(checkpoint: str) -> int:
+    """By its name."""
+    digits = "".join(one for one in checkpoint.rpartition("step-")[2] if one.isdigit())
+    return int(digits[:15] or 0)
 
 
 def _add_seconds(found: History, kind: str, event: Mapping[str, Any]) -> None:
-    found.seconds[kind] = found.seconds.get(kind, 0.0) + _number(event.get("seconds", 0.0))
+    spent = event.get("seconds", 0.0)
+    found.seconds[kind] = found.seconds.get(kind, 0.0) + (spent if 0 <= spent < math.inf else 0.0)
 
 
-def _append(some: list[dict[str, Any]], event: dict[str, Any]) -> None:
+def _append(some: list[dict[str, Any]], event: dict[str, Any], most: int) -> None:
     some.append(event)
-    if len(some) > MOST_MARKS:
+    if len(some) > most:
         del some[1:-1:2]
+
+
+def _whole(value: Any) -> int:
+    """A number of a step, as a chart can show it."""
+    number = int(value)
+    if abs(number) >= 1 << 53 or number != value:
+        raise ValueError(f"{value} is no step")
+    return number
 
 
 def _number(value: Any) -> float:

@@ -36,10 +36,13 @@ def show_events(path: str, ids: Sequence[int]) -> dict[str, Any]:
     data = open_all(replace(preset, data=replace(preset.data, path=named(path), mode="direct")))
     known = np.asarray(data.table.columns["id"])
     if ids:
-        rows = np.concatenate([_row_of(known, one, path) for one in ids])
+        rows = np.concatenate([_row_of(known, one, path) for one in dict.fromkeys(ids)])
     else:
         rows = np.random.default_rng(0).permutation(len(known))[:SHOWN]
     items = _items(data.stages, np.sort(rows), known, {int(row): "" for row in rows})
+    if ids:
+        place = {int(one): number for number, one in enumerate(dict.fromkeys(ids))}
+        items.sort(key=lambda item: place[item["id"]])
     return _events("Events", data.facts["sensor_xyz"], items)
 
 
@@ -189,6 +192,7 @@ def _items(
     found = []
     for number, row in enumerate(batch.rows.tolist()):
         item = _item(batch, number)
+        item["id"] = int(ids[row])
         item["text"] = f"{why[row]} event {int(ids[row])}, {item['pulses']:,} pulses".strip()
         if values is not None and value_rows is not None:
             place = int(np.searchsorted(value_rows, row))
@@ -235,6 +239,6 @@ def _item(batch: EventBatch, number: int) -> dict[str, Any]:
 def _events(title: str, detector: Sequence[Sequence[float]], items: list[dict[str, Any]]) -> dict[str, Any]:
     places = np.round(np.asarray(detector, np.float64), 1)
     for item in items:
-        weight = np.array(item["charge"]) * (1 - 0.99 * np.array(item["auxiliary"]))
+        weight = np.maximum(np.array(item["charge"]), 1e-3) * (1 - 0.99 * np.array(item["auxiliary"]))
         item["centre"] = np.average(places[item["sensor"]], axis=0, weights=weight).round(1).tolist()
     return {"kind": "events", "title": title, "detector": places.tolist(), "items": items}

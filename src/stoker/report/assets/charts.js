@@ -17,6 +17,12 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+const plots = [];  // of uPlot, and what watches their size: let go when the page is drawn anew
+
+function letGo() {
+  for (const one of plots.splice(0)) one();
+}
+
 const ink = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const figure = value => value === null || value === undefined ? "-" : Math.abs(value) >= 1000
   ? value.toLocaleString("en", { maximumFractionDigits: 0 }) : String(+value.toPrecision(4));
@@ -51,7 +57,7 @@ function lineChart(title, charts, marks, options = {}) {
     }
   }
   const data = tables.length > 1 ? uPlot.join(tables) : tables[0];
-  const log = options.log && data.slice(1).every(column => column.every(v => v === null || v > 0));
+  const log = options.log && data.slice(1).every(column => column.every(v => v === null || v === undefined || v > 0));
   const baseline = options.baseline;
   const drawOver = u => {
     const { ctx, bbox } = u;
@@ -68,7 +74,7 @@ function lineChart(title, charts, marks, options = {}) {
       ctx.strokeStyle = ink("--soft"); ctx.fillStyle = ink("--soft"); ctx.setLineDash([6, 4]); ctx.lineWidth = 1;
       ctx.beginPath(); ctx.moveTo(bbox.left, y); ctx.lineTo(bbox.left + bbox.width, y); ctx.stroke();
       ctx.setLineDash([]); ctx.textAlign = "left"; ctx.textBaseline = "bottom"; ctx.font = `${11 * devicePixelRatio}px system-ui`;
-      ctx.fillText(options.baselineText || "knowing nothing", bbox.left + bbox.width - 120 * devicePixelRatio, y - 2);
+      ctx.fillText(options.baselineText || "knowing nothing", bbox.left + bbox.width - 120 * devicePixelRatio, y - bbox.top > 16 * devicePixelRatio ? y - 2 : y + 16 * devicePixelRatio);
     }
     ctx.restore();
   };
@@ -80,9 +86,11 @@ function lineChart(title, charts, marks, options = {}) {
     axes: [axis, { ...axis, size: 70, values: (u, values) => values.map(figure) }],
   }, data, place);
   const fit = () => { if (place.clientWidth) plot.setSize({ width: place.clientWidth, height: 260 }); };
-  new ResizeObserver(fit).observe(place);
+  const watcher = new ResizeObserver(fit);
+  watcher.observe(place);
+  plots.push(() => { watcher.disconnect(); plot.destroy(); });
   place.addEventListener("keydown", event => moveByKeys(event, plot, data[0]));
-  place.dataset.points = data.slice(1).reduce((sum, column) => sum + column.filter(v => v !== null).length, 0);
+  place.dataset.points = data.slice(1).reduce((sum, column) => sum + column.filter(v => v !== null && v !== undefined).length, 0);
   const drawn = charts.reduce((sum, one) => sum + one.chart.x.length, 0), all = charts.reduce((sum, one) => sum + one.chart.of, 0);
   if (drawn < all) panel.append(make("p", { class: "note", text: `${drawn.toLocaleString("en")} of ${all.toLocaleString("en")} points; every extreme is among them.` }));
   return panel;
@@ -118,9 +126,10 @@ function moveByKeys(event, plot, x) {
   plot.setScale("x", { min: Math.max(first, range[0]), max: Math.min(last, range[1]) });
 }
 
-function markLegend(marks) {
+function markLegend(marks, counts) {
   const kinds = {};
   for (const mark of marks) kinds[mark.kind] = (kinds[mark.kind] || 0) + 1;
+  for (const kind of Object.keys(kinds)) kinds[kind] = counts[kind] || kinds[kind];
   return make("div", { class: "legend" }, ...Object.entries(kinds).map(([kind, count]) =>
     make("span", {}, make("i", { style: `background:${MARKS[kind] || "#888888"}` }), `${kind.replaceAll("_", " ")} (${count})`)));
 }
@@ -152,13 +161,14 @@ function colourOf(share) {
 
 // Rows of numbers as colours; nothing is drawn where there is none, and red where it is not finite.
 function heatMap(rows, names, columns, { log = false, label = "", x = "" }) {
+  if (!rows.length || !columns.length) return make("p", { class: "note", text: `${label}: nothing to draw.` });
   const known = rows.flat().filter(value => value !== null && (!log || value > 0)).map(value => log ? Math.log10(value) : value);
   const low = known.reduce((a, b) => Math.min(a, b), Infinity), high = known.reduce((a, b) => Math.max(a, b), -Infinity);
   const canvas = make("canvas", { width: Math.max(1, columns.length), height: Math.max(1, rows.length), role: "img", tabindex: "0",
     "aria-label": label, "data-points": known.length });
   canvas.style.width = "100%"; canvas.style.height = `${Math.min(900, Math.max(140, 12 * rows.length))}px`; canvas.style.imageRendering = "pixelated";
   const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
-  rows.forEach((row, r) => row.forEach((value, c) => {
+  rows.forEach((row, r) => row.slice(0, columns.length).forEach((value, c) => {
     const at = 4 * (r * canvas.width + c);
     let colour = [209, 73, 91];
     if (value !== null) colour = log && value <= 0 ? [0, 0, 0] : colourOf(((log ? Math.log10(value) : value) - low) / (high - low || 1));
@@ -188,8 +198,11 @@ function heatMap(rows, names, columns, { log = false, label = "", x = "" }) {
 function curve(section) {
   const width = 560, height = 300, left = 62, bottom = 42, top = 12, right = 12;
   const value = v => section.log ? Math.log10(v) : v;
-  const xs = section.series.flatMap(one => one.x), ys = section.series.flatMap(one => [...one.y, ...(one.low || []), ...(one.high || [])]).filter(v => v !== null);
-  let x0 = Math.min(...xs.map(value)), x1 = Math.max(...xs.map(value)), y0 = Math.min(0, ...ys), y1 = Math.max(...ys);
+  const xs = section.series.flatMap(one => one.x).map(value).filter(Number.isFinite);
+  const ys = section.series.flatMap(one => [...one.y, ...(one.low || []), ...(one.high || [])]).filter(v => typeof v === "number");
+  if (!xs.length || !ys.length) return make("p", { class: "note", text: `${section.title}: no points to draw.` });
+  const least = (a, b) => Math.min(a, b), most = (a, b) => Math.max(a, b);
+  let x0 = xs.reduce(least), x1 = xs.reduce(most), y0 = ys.reduce(least, 0), y1 = ys.reduce(most);
   if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
   if (y0 === y1) y1 = y0 + 1;
   const px = v => left + (width - left - right) * (value(v) - x0) / (x1 - x0), py = v => height - bottom - (height - bottom - top) * (v - y0) / (y1 - y0);
@@ -202,13 +215,14 @@ function curve(section) {
   svg.append(make("text", { x: width / 2 - 60, y: height - 6, text: section.x }));
   section.series.forEach((one, number) => {
     const colour = COLOURS[number % COLOURS.length];
-    const path = one.x.map((x, i) => one.y[i] === null ? "" : `${i ? "L" : "M"}${px(x)},${py(one.y[i])}`).join("");
+    const there = i => typeof one.y[i] === "number" && Number.isFinite(value(one.x[i]));
+    const path = one.x.map((x, i) => there(i) ? `${i ? "L" : "M"}${px(x)},${py(one.y[i])}` : "").join("");
     svg.append(make("path", { d: path.replace(/^L/, "M"), fill: "none", stroke: colour, "stroke-width": one.points === false ? 1 : 2,
       "stroke-dasharray": one.points === false ? "5 4" : "none" }));
     one.x.forEach((x, i) => {
-      if (one.y[i] === null || one.points === false) return;
-      if (one.low) svg.append(make("line", { x1: px(x), x2: px(x), y1: py(one.low[i]), y2: py(one.high[i]), stroke: colour }));
-      const told = `${one.name} at ${figure(x)}: ${figure(one.y[i])}${one.low ? ` (${figure(one.low[i])} to ${figure(one.high[i])})` : ""}${one.n ? `, n = ${one.n[i].toLocaleString("en")}` : ""}`;
+      if (!there(i) || one.points === false) return;
+      if (one.low && typeof one.low[i] === "number" && typeof one.high[i] === "number") svg.append(make("line", { x1: px(x), x2: px(x), y1: py(one.low[i]), y2: py(one.high[i]), stroke: colour }));
+      const told = `${one.name} at ${figure(x)}: ${figure(one.y[i])}${one.low ? ` (${figure(one.low[i])} to ${figure(one.high[i])})` : ""}${one.n ? `, n = ${figure(one.n[i])}` : ""}`;
       svg.append(make("circle", { cx: px(x), cy: py(one.y[i]), r: 3.5, fill: colour }, make("title", { text: told })));
     });
   });
@@ -219,6 +233,7 @@ function curve(section) {
 
 // The whole sky: zenith downwards, azimuth to the right; cells hold equal solid angles.
 function sky(section) {
+  if (!section.cells.length) return make("p", { class: "note", text: `${section.title}: nothing to draw.` });
   const names = section.cells.map((row, place) => `cosine of the zenith ${figure(1 - 2 * (place + 0.5) / section.cells.length)}`);
   const columns = section.cells[0].map((cell, place) => `${Math.round(360 * (place + 0.5) / section.cells[0].length)} degrees`);
   return make("div", { class: "panel" }, make("h3", { text: section.title }),

@@ -2,6 +2,7 @@
 // An event in three dimensions: DOMs as grey points, pulses as discs, red early to blue late, as large as their charge.
 
 function eventDisplay(section) {
+  if (!section.items.length || !section.detector.length) return make("p", { class: "note", text: `${section.title}: no events.` });
   const canvas = make("canvas", { class: "display", tabindex: "0", role: "img",
     "aria-label": "event display: drag or arrow keys turn it, + and - zoom, space plays, n and p change the event" });
   const choose = make("select", { "aria-label": "event" }, ...section.items.map((item, place) => make("option", { value: place, text: item.text })));
@@ -11,9 +12,9 @@ function eventDisplay(section) {
   const view = { turn: 0.6, tilt: 0.25, zoom: 1, item: 0, share: 1, playing: false };
   const middle = [0, 1, 2].map(axis => {
     const values = section.detector.map(place => place[axis]);
-    return (Math.min(...values) + Math.max(...values)) / 2;
+    return (values.reduce((a, b) => Math.min(a, b)) + values.reduce((a, b) => Math.max(a, b))) / 2;
   });
-  const size = Math.max(1, ...section.detector.map(place => Math.hypot(...place.map((value, axis) => value - middle[axis]))));
+  const size = section.detector.map(place => Math.hypot(...place.map((value, axis) => value - middle[axis]))).reduce((a, b) => Math.max(a, b), 1);
 
   const project = ([x, y, z], scale, width, height) => {
     const [a, b, c] = [x - middle[0], y - middle[1], z - middle[2]];
@@ -99,7 +100,9 @@ function eventDisplay(section) {
   choose.addEventListener("change", () => show(+choose.value));
   time.addEventListener("input", () => { view.playing = false; play.textContent = "play"; view.share = time.value / 1000; draw(); });
   play.addEventListener("click", start);
-  new ResizeObserver(draw).observe(canvas);
+  const watcher = new ResizeObserver(draw);
+  watcher.observe(canvas);
+  plots.push(() => watcher.disconnect());
   return make("div", { class: "panel" }, make("h3", { text: section.title }), make("div", { class: "controls" }, choose, play, time), canvas, told,
     make("p", { class: "note", text: "Drag or arrow keys turn it, the wheel or + and - zoom, space plays, n and p change the event. Red is early, blue late; the area of a disc grows with its charge; pulses without a coincidence are faint." }));
 }

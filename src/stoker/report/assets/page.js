@@ -35,7 +35,12 @@ function findingOf(finding) {
 function sectionOf(section) {
   const kinds = { curve, sky, pictures, matrix, events: eventDisplay,
     table: one => make("div", { class: "panel" }, make("h3", { text: one.title }), tableOf(one.rows, one.heading), one.note ? make("p", { class: "note", text: one.note }) : null) };
-  return kinds[section.kind] ? kinds[section.kind](section) : make("p", { class: "note", text: `This page does not know how to draw "${section.kind}".` });
+  if (!Object.hasOwn(kinds, section.kind)) return make("p", { class: "note", text: `This page does not know how to draw "${section.kind}".` });
+  try {
+    return kinds[section.kind](section);
+  } catch (error) {
+    return make("p", { class: "note", text: `"${section.title}" cannot be drawn: ${error.message}` });
+  }
 }
 
 function normsOf(norms) {
@@ -47,7 +52,8 @@ function normsOf(norms) {
   const choose = make("select", { "aria-label": "what is shown", onchange: event => draw(event.target.value) },
     make("option", { value: "gradient", text: "gradient" }), make("option", { value: "update", text: "update / weights" }));
   draw("gradient");
-  return make("div", { class: "panel" }, make("div", { class: "controls" }, choose), place);
+  const some = norms.names.length < norms.of ? make("p", { class: "note", text: `${norms.names.length} of ${norms.of} parameters: those with the largest gradients.` }) : null;
+  return make("div", { class: "panel" }, make("div", { class: "controls" }, choose), place, some);
 }
 
 function differences(runs) {
@@ -79,7 +85,7 @@ function chaptersOf(data) {
   const charts = ids => chartsOf(runs, ids);
   const others = [...new Set(runs.flatMap(run => run.charts.map(chart => chart.id)))].filter(id => id.startsWith("metric "));
   const add = (id, title, panels, ...more) => { if (panels.length || more.filter(Boolean).length) found.push(chapter(id, title, make("div", { class: "grid" }, ...panels), ...more)); };
-  add("learning", "Learning", charts(LEARNING), one && one.marks.length ? markLegend(one.marks) : null);
+  add("learning", "Learning", charts(LEARNING), one && one.marks.length ? markLegend(one.marks, one.counts) : null);
   add("metrics", "Other metrics", charts(others));
   for (const run of runs) if (run.bars.length) found.push(chapter(`time-${runs.indexOf(run)}`, one ? "Where the time went" : `Where the time of ${run.name} went`, make("div", { class: "panel" }, waterfall(run.bars, asTime))));
   add("speed", "Speed and the machine", charts(SPEED));
@@ -92,15 +98,20 @@ function chaptersOf(data) {
       make("div", { class: "grid" }, ...owner.sections.filter(section => section.kind === "curve" || section.kind === "sky").map(sectionOf)),
       ...owner.sections.filter(section => section.kind !== "curve" && section.kind !== "sky").map(sectionOf)));
   }
-  if (one && one.marks.length) found.push(chapter("events", "What happened", tableOf(one.marks.slice(0, 500).map(mark => [mark.step, mark.text]), ["step", "event"])));
+  if (one && one.marks.length) found.push(chapter("events", "What happened", tableOf(one.marks.slice(0, 500).map(mark => [mark.step, mark.text]), ["step", "event"]),
+    one.marks.length > 500 ? make("p", { class: "note", text: `The first 500 of ${one.marks.length}.` }) : null));
   if (one && one.config.length) found.push(chapter("config", "Configuration", configOf(one)));
   if (one && one.environment.length) found.push(chapter("environment", "Environment", tableOf(one.environment)));
   return found;
 }
 
 function render(data) {
+  const main = document.getElementById("main"), reached = () => [...main.querySelectorAll("[tabindex], select, button, input")];
+  const focused = reached().indexOf(document.activeElement);
+  letGo();
   const chapters = chaptersOf(data);
-  document.getElementById("main").replaceChildren(...chapters.map(one => one.element));
+  main.replaceChildren(...chapters.map(one => one.element));
+  if (focused >= 0) reached()[focused]?.focus({ preventScroll: true });
   document.getElementById("nav").replaceChildren(...chapters.map(one => make("a", { href: `#${one.id}`, text: one.title })));
   document.body.dataset.ready = String(Date.now());
 }
@@ -113,6 +124,7 @@ document.getElementById("theme").addEventListener("click", () => {
   render(data);
 });
 document.getElementById("smooth").addEventListener("change", event => { smoothing = +event.target.value; render(data); });
+document.getElementById("smooth").parentElement.hidden = !data.runs.length;
 render(data);
 if (data.live) setInterval(async () => {
   try {
