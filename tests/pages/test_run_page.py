@@ -12,7 +12,7 @@ from written_runs import loader_event, make_run, start_event, step_event, usual_
 from stoker.cli import run as cli
 from stoker.report import serve
 from stoker.report.gather import run_data
-from stoker.report.page import page
+from stoker.report.page import page, page_data
 from stoker.report.serve import PageServer
 from stoker.runs.events import EventLog
 from stoker.runs.folder import RunFolder
@@ -302,7 +302,7 @@ def test_a_page_follows_a_run(look: Any, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_page_of_nothing_but_a_title(look: Any, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    out.write_text(page("empty"))
+    out.write_text(page("empty", page_data()))
     look(out).is_fine()
 
 

@@ -90,14 +90,16 @@ class Doctor:
 def _write_page(found: Any, out: Path) -> str:
     from stoker.doctor import ledger
     from stoker.files import write_bytes
-    from stoker.report.page import page
+    from stoker.report.page import page, page_data
     from stoker.runs.events import in_words
 
     told = in_words(found.as_json())
     bars = [{"name": bar.name, "seconds": bar.seconds, "unsure": bar.low <= 0 < bar.seconds} for bar in found.bars]
     notes = [*(f"could not be measured: {one}" for one in told["troubles"]), *told["notes"]]
     diagnosis = {"verdict": told["verdict"], "bars": bars, "findings": told["findings"], "troubles": notes}
-    write_bytes(out, page(f"Diagnosis of {told['name']}", diagnosis=diagnosis, record=ledger.score()).encode())
+    write_bytes(
+        out, page(f"Diagnosis of {told['name']}", page_data(diagnosis=diagnosis, record=ledger.score())).encode()
+    )
     return f"page: {out}"
 
 

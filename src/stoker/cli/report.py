@@ -49,10 +49,10 @@ class Report:
             print_result(values, as_text(values), as_json=self.json)
             return 0
         from stoker.doctor import ledger
-        from stoker.report.page import page
+        from stoker.report.page import page, page_data
 
         out = self.out or (runs[0].path / "report.html" if len(runs) == 1 else Path("report.html"))
-        _write(out, page(_title(runs), runs=values, record=ledger.score()))
+        _write(out, page(_title(runs), page_data(values, record=ledger.score())))
         print_result({"page": str(out)}, f"page: {out}", as_json=self.json)
         if self.open:
             webbrowser.open(out.absolute().as_uri())
@@ -87,11 +87,11 @@ class Show:
     def run(self, overrides: list[str]) -> int:
         no_overrides("show", overrides)
         from stoker.recipes.icecube.display import show_events
-        from stoker.report.page import page
+        from stoker.report.page import page, page_data
 
         section = show_events(self.path, self.event)
         out = self.out or Path("events.html")
-        _write(out, page(f"Events of {self.path}", sections=[section], heading="Events"))
+        _write(out, page(f"Events of {self.path}", page_data(sections=[section], heading="Events")))
         print_result({"page": str(out)}, f"page: {out}", as_json=self.json)
         if self.open:
             webbrowser.open(out.absolute().as_uri())

@@ -17,9 +17,21 @@ SCRIPTS = ("uPlot.iife.min.js", "charts.js", "display.js", "page.js")
 STYLES = ("uPlot.min.css", "page.css")
 
 
-def page(
-    title: str,
-    *,
+def page(title: str, data: Mapping[str, Any]) -> str:
+    """`data` as `page_data` gives them."""
+    version, now = package_versions().get("stoker", "of a source tree"), time.strftime("%Y-%m-%d at %H:%M")
+    return Template(_asset("page.html")).substitute(
+        title=html.escape(title),
+        style="\n".join(map(_asset, STYLES)),
+        script="\n".join(map(_asset, SCRIPTS)),
+        data=in_script(data),
+        connect="'self'" if data["live"] else "'none'",
+        mark=MARK,
+        footer=html.escape(f"Written by Stoker {version} on {now}. Charts by uPlot (MIT)."),
+    )
+
+
+def page_data(
     runs: Sequence[Mapping[str, Any]] = (),
     diagnosis: Mapping[str, Any] | None = None,
     record: Sequence[Sequence[str]] = (),
@@ -27,31 +39,8 @@ def page(
     heading: str = "",
     live_s: float = 0.0,
     version: str = "",
-) -> str:
-    """`live_s`: how often the page asks its server for new values; 0: never, it has no server."""
-    data = page_data(runs, diagnosis, record, sections, heading, live_s, version)
-    version, now = package_versions().get("stoker", "of a source tree"), time.strftime("%Y-%m-%d at %H:%M")
-    return Template(_asset("page.html")).substitute(
-        title=html.escape(title),
-        style="\n".join(map(_asset, STYLES)),
-        script="\n".join(map(_asset, SCRIPTS)),
-        data=in_script(data),
-        connect="'self'" if live_s else "'none'",
-        mark=MARK,
-        footer=html.escape(f"Written by Stoker {version} on {now}. Charts by uPlot (MIT)."),
-    )
-
-
-def page_data(
-    runs: Sequence[Mapping[str, Any]],
-    diagnosis: Mapping[str, Any] | None = None,
-    record: Sequence[Sequence[str]] = (),
-    sections: Sequence[Mapping[str, Any]] = (),
-    heading: str = "",
-    live_s: float = 0.0,
-    version: str = "",
 ) -> dict[str, Any]:
-    """What the scripts of the page read."""
+    """What the scripts of the page read. `live_s`: how often they ask their server for new values; 0: there is none."""
     return {
         "runs": list(runs),
         "diagnosis": diagnosis,

@@ -54,8 +54,7 @@ class PageServer:
         if request.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
             return request.send_error(403)
         if request.path == "/":
-            values = self._values()
-            text = page(self._title, runs=values["runs"], live_s=EVERY_S, version=values["version"])
+            text = page(self._title, self._values())
             return _send(request, text, "text/html; charset=utf-8")
         if request.path == "/data.json":
             return _send(request, as_json(self._values()), "application/json")
