@@ -101,7 +101,8 @@ def test_a_run_in_a_store_is_resumed_elsewhere(
     """Killed twice, and gone on with on machines that have nothing of it: losses as those of a run that nobody killed."""
     assert cli(["pack", "icecube", str(events_dir), str(tmp_path / "packed")]) == 0
     data = bucket.upload(tmp_path / "packed", "runs-data/packed")
-    words = ["--data.path", data, *TRAIN, "--train.steps", "150", "--train.epochs", "100", "--train.save_every", "10"]
+    words = ["--data.path", data, *TRAIN, "--train.steps", "150", "--train.epochs", "100", "--train.save_every", "10",
+             "--train.evaluate_every", "1000"]  # fmt: skip
     assert cli(["train", "icecube:demo", *words, "--run.folder", str(tmp_path / "whole")]) == 0
     (whole,) = (tmp_path / "whole").iterdir()
     kept = ["--run.folder", "s3://bucket/runs", "--run.name", "killed"]

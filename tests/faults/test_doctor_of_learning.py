@@ -202,7 +202,7 @@ def test_a_better_rate_is_verified_and_rates_are_drawn(
     assert diagnosis.findings[0].rule == "rate-low"
     assert diagnosis.findings[0].keys == {"train.lr": "0.005"}
     told, refused = further(
-        "icecube", words, diagnosis, tmp_path / "new.yaml", 0.5, trusted=False, picture=tmp_path / "a.svg"
+        "icecube", words, diagnosis, tmp_path / "new.yaml", 20.0, trusted=False, picture=tmp_path / "a.svg"
     )
     assert refused is None
     assert "train.lr: 1e-07 -> 0.005" in told[1]

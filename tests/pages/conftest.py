@@ -2,8 +2,10 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import pytest
 INSTALL = "pages in a browser were not tested: install one (Debian: apt-get install chromium) and run it again"
 
 
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
+@pytest.fixture
+def browser() -> Iterator[Callable[[], Any]]:
+    """Started when the first page is opened, and gone with the test: what others fork must not hold its pipes open, and its
+    event loop would be in the way of theirs."""
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if path is None:
         if os.environ.get("STOKER_BROWSER") == "required":
@@ -21,10 +25,16 @@ def browser() -> Iterator[Any]:
         pytest.skip(INSTALL)
     from playwright.sync_api import sync_playwright
 
-    with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        yield browser
-        browser.close()
+    with ExitStack() as stack:
+
+        @cache
+        def start() -> Any:
+            play = stack.enter_context(sync_playwright())
+            found = play.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+            stack.callback(found.close)
+            return found.new_context(viewport={"width": 1280, "height": 900})
+
+        yield start
 
 
 @dataclass
@@ -53,12 +63,11 @@ class Seen:
 
 
 @pytest.fixture
-def look(browser: Any) -> Iterator[Any]:
+def look(browser: Callable[[], Any]) -> Callable[[Path | str], Seen]:
     """Opens a file or an address."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
 
     def open_page(place: Path | str) -> Seen:
-        seen = Seen(context.new_page())
+        seen = Seen(browser().new_page())
         seen.page.on("console", lambda one: seen.errors.append(one.text) if one.type in ("error", "warning") else None)
         seen.page.on("pageerror", lambda one: seen.errors.append(str(one)))
         seen.page.on("request", lambda one: seen.requests.append(one.url))
@@ -66,5 +75,4 @@ def look(browser: Any) -> Iterator[Any]:
         seen.page.wait_for_selector("body[data-ready]")
         return seen
 
-    yield open_page
-    context.close()
+    return open_page
