@@ -6,10 +6,12 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import obstore
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
 from servers import Bucket, bucket, moto_port
@@ -21,6 +23,7 @@ from stoker.runs.events import read_events
 from stoker.runs.schema import Step
 
 __all__ = ["bucket", "moto_port"]  # fixtures
+SMALL = ["--model.width", "16", "--model.heads", "2", "--model.dom_layers", "1"]
 TRAIN = ["--run.device", "cpu", "--train.log_every", "1", "--loader.batch_size", "64"]
 
 
@@ -78,9 +81,10 @@ def killed(bucket: Bucket, words: list[str], cache: Path) -> int:
     before = last_step(bucket)
     process = subprocess.Popen(
         [sys.executable, "-c", QUICK + "import stoker.cli; stoker.cli.main()", *words],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "STOKER_CACHE": str(cache)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, "STOKER_CACHE": str(cache), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    for _ in range(600):
+    for _ in range(3000):
         if last_step(bucket) > before:
             break
         assert process.poll() is None, process.communicate()[0]
@@ -95,14 +99,24 @@ def last_step(bucket: Bucket) -> int:
     return max((int(name.split("step-")[1].split("/")[0]) for name in names), default=0)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small operations of two threads wait for each other most of the time, beside another test that does the same."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_run_in_a_store_is_resumed_elsewhere(
     bucket: Bucket, events_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed twice, and gone on with on machines that have nothing of it: losses as those of a run that nobody killed."""
     assert cli(["pack", "icecube", str(events_dir), str(tmp_path / "packed")]) == 0
     data = bucket.upload(tmp_path / "packed", "runs-data/packed")
-    words = ["--data.path", data, *TRAIN, "--train.steps", "150", "--train.epochs", "100", "--train.save_every", "10",
-             "--train.evaluate_every", "1000"]  # fmt: skip
+    words = ["--data.path", data, *TRAIN, *SMALL, "--train.steps", "150", "--train.epochs", "100",
+             "--train.save_every", "10", "--train.evaluate_every", "1000"]  # fmt: skip
     assert cli(["train", "icecube:demo", *words, "--run.folder", str(tmp_path / "whole")]) == 0
     (whole,) = (tmp_path / "whole").iterdir()
     kept = ["--run.folder", "s3://bucket/runs", "--run.name", "killed"]

@@ -167,6 +167,7 @@ def test_data_with_other_classes_are_refused(stoker: Stoker, trained: tuple[Path
     assert "oval" in text
 
 
+@slow
 def test_two_ranks_judge_every_image_once(stoker: Stoker, trained: tuple[Path, Path]) -> None:
     run, drawn = trained
     alone = stoker.json("evaluate", run, "--data.path", drawn)["metrics"]

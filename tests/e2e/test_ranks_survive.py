@@ -108,7 +108,7 @@ def test_ranks_wait_for_one_that_opens_data_longer_than_any_message_may_take(sto
     [
         ("launcher", signal.SIGTERM),
         pytest.param("launcher", signal.SIGINT, marks=slow),
-        ("rank", signal.SIGTERM),
+        pytest.param("rank", signal.SIGTERM, marks=slow),
     ],
 )
 def test_a_stop_is_a_stop(another_stoker: Callable[[str], Stoker], events_dir: Path, who: str, number: int) -> None:
