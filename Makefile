@@ -17,7 +17,7 @@ test: check  ## formatting, lint, types, import contract, and every test
 		echo "pages in a browser were not tested: install one (Debian: apt-get install chromium) and run it again"
 
 test-slow: .venv/ready  ## the cases that the gate has only a few of: twenty faults in a row, fifty seeds, a million lines
-	STOKER_SLOW=1 $(BIN)/python -m pytest tests/e2e tests/storage tests/pages tests/numerics/test_memory.py
+	STOKER_SLOW=1 $(BIN)/python -m pytest tests/e2e tests/storage tests/pages
 
 fuzz: .venv/ready  ## thousands of mutated files of every format, and what became of them
 	$(BIN)/python tests/faults/fuzz.py --cases 3000

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
-from servers import Bucket, bucket, moto_port
+from servers import Bucket, bucket, moto_port, write_tars
 
 from stoker.cli import run as cli
 from stoker.launch import claim
@@ -63,14 +62,6 @@ def test_images_train_from_a_store(bucket: Bucket, tmp_path: Path, kind: str) ->
     words = ["--loader.order", "exact"] if kind != "folders" else []
     local = trained("imagenet:demo", str(tmp_path / kind), tmp_path / "local", *words)
     assert trained("imagenet:demo", url, tmp_path / "remote", *words) == local
-
-
-def write_tars(source: Path, out: Path) -> None:
-    out.mkdir()
-    for part in ("train", "val"):
-        with tarfile.open(out / f"{part}-000.tar", "w") as tar:
-            for path in sorted((source / part).rglob("*.jpg")):
-                tar.add(path, f"{path.parent.name}/{path.name}")
 
 
 QUICK = "import stoker.launch.elsewhere as e, stoker.launch.claim as c; e.EVERY_S, c.WATCH_S = 0.1, 1.0; "

@@ -38,41 +38,35 @@ def assert_same_end(first: Path, second: Path) -> None:
         assert all((left[key] == right[key]).all() for key in left)
 
 
-def faulty_recipe(folder: Path, rows: range) -> str:
-    """A recipe of one's own in `folder`: IceCube's, with a loss that is not a number for some rows of the table."""
-    (folder / "faulty.py").write_text(
+def own_recipe(folder: Path, name: str, losses: str) -> str:
+    """A recipe of one's own in `folder`: IceCube's, with other losses; `usual` are its own."""
+    (folder / f"{name}.py").write_text(
         "from dataclasses import replace\n"
         "import torch\n"
         "from stoker.recipes.icecube.recipe import RECIPE as ICECUBE\n"
         "def build_task(run, facts):\n"
         "    task = ICECUBE.build_task(run, facts)\n"
-        "    losses = task.losses\n"
-        f"    bad = torch.tensor({list(rows)})\n"
-        "    task.losses = lambda prediction, batch: torch.where(\n"
-        "        torch.isin(batch.rows, bad), float('nan'), losses(prediction, batch))\n"
+        "    usual = task.losses\n"
+        "    def losses(prediction, batch):\n"
+        f"        {losses}\n"
+        "    task.losses = losses\n"
         "    return task\n"
-        "RECIPE = replace(ICECUBE, name='faulty', build_task=build_task)\n"
+        f"RECIPE = replace(ICECUBE, name={name!r}, build_task=build_task)\n"
     )
-    return "faulty:RECIPE"
+    return f"{name}:RECIPE"
+
+
+def faulty_recipe(folder: Path, rows: range) -> str:
+    """One whose loss is not a number for some rows of the table."""
+    bad = f"torch.isin(batch.rows, torch.tensor({list(rows)}))"
+    return own_recipe(folder, "faulty", f"return torch.where({bad}, float('nan'), usual(prediction, batch))")
 
 
 def test_a_recipe_of_ones_own_trains_with_the_same_sums_every_time(stoker: Stoker, events_dir: Path) -> None:
     """Its operations may race where ours do not: a run on a CPU is inside `same_sums`, whatever it trains."""
-    (stoker.folder / "exact.py").write_text(
-        "from dataclasses import replace\n"
-        "import torch\n"
-        "from stoker.recipes.icecube.recipe import RECIPE as ICECUBE\n"
-        "def build_task(run, facts):\n"
-        "    task = ICECUBE.build_task(run, facts)\n"
-        "    losses = task.losses\n"
-        "    def checked(prediction, batch):\n"
-        "        assert torch.are_deterministic_algorithms_enabled()\n"
-        "        return losses(prediction, batch)\n"
-        "    task.losses = checked\n"
-        "    return task\n"
-        "RECIPE = replace(ICECUBE, name='exact', build_task=build_task)\n"
-    )
-    stoker("train", "exact:RECIPE", "--data.path", events_dir, *SMALL, "--train.steps", "2")
+    checked = "assert torch.are_deterministic_algorithms_enabled(); return usual(prediction, batch)"
+    target = own_recipe(stoker.folder, "exact", checked)
+    stoker("train", target, "--data.path", events_dir, *SMALL, "--train.steps", "2")
 
 
 def test_kills_at_random_moments_change_nothing(another_stoker: Callable[[str], Stoker], events_dir: Path) -> None:

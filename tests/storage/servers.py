@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 import urllib.error
 import urllib.request
@@ -134,3 +135,12 @@ def _used(made: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
     monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))
     yield made
     made.proxy.close()
+
+
+def write_tars(source: Path, out: Path) -> None:
+    """Class folders as tar shards, one a side."""
+    out.mkdir()
+    for part in ("train", "val"):
+        with tarfile.open(out / f"{part}-000.tar", "w") as tar:
+            for path in sorted((source / part).rglob("*.jpg")):
+                tar.add(path, f"{path.parent.name}/{path.name}")

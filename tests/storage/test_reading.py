@@ -14,7 +14,7 @@ import obstore
 import pytest
 import torch
 from proxy import KINDS, Faults
-from servers import Bucket
+from servers import Bucket, write_tars
 
 from stoker.cli import run as cli
 from stoker.data.batch import tensors_in
@@ -46,18 +46,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images")
     draw_set(folder / "folders", 12, 4, 3)
     assert cli(["pack", "imagenet", str(folder / "folders"), str(folder / "packed")]) == 0
-    _write_tars(folder / "folders", folder / "tars")
+    write_tars(folder / "folders", folder / "tars")
     return folder
-
-
-def _write_tars(source: Path, out: Path) -> None:
-    import tarfile
-
-    out.mkdir()
-    for part in ("train", "val"):
-        with tarfile.open(out / f"{part}-000.tar", "w") as tar:
-            for path in sorted((source / part).rglob("*.jpg")):
-                tar.add(path, f"{path.parent.name}/{path.name}")
 
 
 def batches(target: str, path: str, *words: str, epochs: int = 2, judged: bool = False) -> list[tuple[list[int], int]]:
