@@ -36,6 +36,7 @@ from stoker.runs.events import EventLog
 from stoker.train.engine import Engine
 from stoker.train.loop import train
 from stoker.train.parallel import Ranks
+from stoker.train.precision import same_sums, vouch_for_products
 from stoker.train.run import Run
 
 WARM_UP = 20  # steps: compilation, caches
@@ -58,7 +59,7 @@ class Kept:
 
 def rates(run: Run, loader: Any, steps: int) -> tuple[list[float], float]:
     """Samples/s of each interval of ten steps after the warm-up, and the share of time spent waiting for data."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, same_sums(run.device, exact=run.config.deterministic):
         engine = Engine(replace(run, training=loader), Path(folder), EventLog(Path(folder) / "events.jsonl"))
         engine.evaluate = lambda: {}  # type: ignore[method-assign]
         engine.save = lambda **_: None  # type: ignore[method-assign]
@@ -115,15 +116,19 @@ def measure_preset(preset: str, root: Path, peak: float, steps: int, overrides: 
 
 
 def linear_flops(run: Run, step: Any) -> float:
-    """Of the linear layers in one training step: forward, and twice that backward."""
+    """Of the matrix products of the transformer's layers in one training step: forward, and twice that backward.
+
+    A layer is one operator on a GPU: its linear layers are never called, so it is counted as a whole.
+    """
     total = 0.0
 
     def count(layer: nn.Module, inputs: tuple[Any, ...], _: Any) -> None:
         nonlocal total
-        total += 6 * inputs[0].numel() / inputs[0].shape[-1] * layer.weight.numel()
+        weights = sum(one.weight.numel() for one in layer.modules() if isinstance(one, nn.Linear))
+        total += 6 * len(inputs[0]) * weights
 
     model = run.task.model
-    hooks = [layer.register_forward_hook(count) for layer in model.modules() if isinstance(layer, nn.Linear)]
+    hooks = [layer.register_forward_hook(count) for layer in model.modules() if hasattr(layer, "widen")]
     model._compiled_call_impl = None  # hooks are not called in compiled models
     with torch.no_grad(), torch.autocast(run.device.type, torch.bfloat16):
         for batch in step.batches:
@@ -158,6 +163,7 @@ def main() -> None:
     if not on_gpu:  # enough to see that everything runs
         overrides = ["--loader.batch_size", "32", "--train.compile", "false", *overrides]
     console.be_quiet()
+    vouch_for_products(device)
     root = Path(os.environ["STOKER_CACHE"]) / f"end-to-end-{num_events}"
     if not root.exists():
         simulate(root, num_events=num_events, num_files=20, seed=0, device=options.device)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,14 @@ def inside(target: str, words: list[str], folder: Path) -> dict[str, float]:
     from stoker.train.engine import Engine
     from stoker.train.loop import train
     from stoker.train.parallel import Ranks
+    from stoker.train.precision import same_sums
 
     mark("imports")
     found = resolve_target(target, [*words, "--train.steps", "1", "--train.log_every", "1"])
     run = build_run(found.recipe, found.config, Ranks())
     mark("opening data and building the model")
+    sums = ExitStack()
+    sums.enter_context(same_sums(run.device, exact=run.config.deterministic))
     engine = Engine(run, folder, EventLog(folder / "events.jsonl"))
     engine.rehearse()
     engine.evaluate = dict  # type: ignore[method-assign]  # one step, and not the judgement after it
@@ -60,6 +64,7 @@ def inside(target: str, words: list[str], folder: Path) -> dict[str, float]:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     mark("first step")
+    sums.close()
     times = torch._dynamo.utils.compilation_time_metrics
     return marks | {f"of it, {name}": sum(times.get(key, ())) for name, key in PARTS.items() if key in times}
 

@@ -27,7 +27,7 @@ def test_a_pack_killed_at_random_moments_is_the_same_byte_for_byte(stoker: Stoke
     stoker("pack", "icecube", source, "whole", "--threads", "1")
     usual_s = time.monotonic() - begin
     dice = random.Random(0)
-    for _ in range(10 if os.environ.get("STOKER_SLOW") else 5):
+    for _ in range(10 if os.environ.get("STOKER_SLOW") else 3):
         process = stoker.start("pack", "icecube", source, "killed", "--threads", "1")
         time.sleep(usual_s * dice.uniform(0.4, 1.0))
         process.kill()

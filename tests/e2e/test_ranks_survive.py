@@ -224,7 +224,7 @@ def test_faults_in_a_row_lose_no_sample(another_stoker: Callable[[str], Stoker],
     whole(*words, "--gpus", "2")
     total = max(whole.losses(whole.only_run()))
     dice, run = random.Random(3), None
-    faults = 20 if SLOW else 3
+    faults = 20 if SLOW else 2
     for number in range(faults):
         before = 0 if run is None else len(events_of(run, "step"))
         process = tried.start(*words, "--gpus", "2") if run is None else tried.start("resume", run, "--gpus", "2")

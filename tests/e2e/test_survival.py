@@ -15,7 +15,7 @@ import pytest
 from conftest import SMALL, Stoker, slow  # type: ignore[import-not-found]
 from safetensors.torch import load_file
 
-NUM_KILLS = 20 if os.environ.get("STOKER_SLOW") else 4
+NUM_KILLS = 20 if os.environ.get("STOKER_SLOW") else 3
 
 
 def events_of(run: Path, kind: str) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Models of directions: one event's answer does not depend on its company, inputs are sane, a batch can be learnt."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from stoker.recipe import RunConfig
 from stoker.recipes.icecube.baselines import line_fit
-from stoker.recipes.icecube.batch import EventBatch
+from stoker.recipes.icecube.batch import DOMS_STEP, PULSES_STEP, EventBatch
 from stoker.recipes.icecube.data import IceCubeData, load_rows, open_data
 from stoker.recipes.icecube.deep import DeepConfig
 from stoker.recipes.icecube.flat import FlatConfig
@@ -54,6 +55,24 @@ def test_company_does_not_matter(events_dir: Path, config: DirectionConfig) -> N
     torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(together[:, :3].norm(dim=-1), torch.ones(8))
     assert (together[:, 3] > 0).all()
+
+
+@MODELS
+def test_rounded_numbers_of_tokens_change_no_answer_and_no_gradient(events_dir: Path, config: DirectionConfig) -> None:
+    """A GPU gets batches with events behind those that were asked for."""
+    batch, task = load(events_dir, np.arange(20)), small_task(config)
+    whole = batch.rounded()
+    assert (len(whole.time) % PULSES_STEP, len(whole.sensor) % DOMS_STEP) == (0, 0)
+    assert int(whole.dom_offsets[-1]) == len(whole.time)
+    assert int(whole.event_offsets[-1]) == len(whole.sensor)
+    assert whole.dom_offsets.diff().min() >= 1
+    model, found = task.model.double(), []
+    for given in (batch, whole):
+        wide = replace(given, **{name: getattr(given, name).double() for name in ("time", "charge", "auxiliary")})
+        answer = model(wide)[: batch.num_samples]
+        found.append([answer, *torch.autograd.grad(answer.square().sum(), list(model.parameters()))])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 @MODELS

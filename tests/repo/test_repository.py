@@ -46,3 +46,9 @@ def test_ci_runs_what_the_readme_says() -> None:
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     assert "make test" in (ROOT / "README.md").read_text()
     assert "make demo" in (ROOT / "README.md").read_text()
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """pytest imports them by their names: with two of one name it runs the tests of neither folder to the end."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)

@@ -27,13 +27,13 @@ from stoker.doctor.looks import (
     has_wide_floats,
     largest,
     length,
-    num_graphs,
     padding_share,
     recompile_reasons,
 )
 from stoker.doctor.measured import Leg, Measured
 from stoker.doctor.probe import Probe
 from stoker.doctor.rules.step import MORE
+from stoker.train.compilation import num_graphs
 
 KEPT = 6  # batches that the resident step rotates through
 LEAST_STEPS, MOST_STEPS = 6, 400

@@ -111,12 +111,6 @@ def has_plain_layout(model: nn.Module | None, batch: Any) -> bool:
     return any(not tensor.is_contiguous(memory_format=torch.channels_last) for tensor in images)
 
 
-def num_graphs() -> int:
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
-
-
 @contextmanager
 def recompile_reasons() -> Iterator[list[str]]:
     """The guards that failed, as torch.compile logs them."""

@@ -141,6 +141,7 @@ class Compilation(Event):
     step: int
     graphs: int
     seconds: float  # of that step, nearly all of it compiling
+    reasons: list[str] = field(default_factory=list)  # the guards that failed, where a graph had been made before
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,9 @@ class TrainConfig:
 
     precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], AlsoCalled("amp", "dtype")] = "auto"  # bf16 on a GPU
     tf32: bool = True  # float32 matrix products on tensor cores, with ten bits of mantissa
+    deterministic: bool = (
+        True  # the same bits from the same seed on one machine, resumed or not; what it costs is in docs
+    )
     compile: bool = False  # torch.compile with dynamic shapes
     cuda_graphs: bool = True  # one launch a step instead of one a kernel, on a GPU, where batches have one shape
     ema: Annotated[float, Field(gt=0, lt=1), AlsoCalled("ema_decay")] | None = None  # decay of averaged weights

@@ -23,6 +23,7 @@ from stoker.runs import schema as events
 from stoker.runs.events import EventLog, in_words, read_events
 from stoker.train import checkpoint, parallel
 from stoker.train.checkpoint import Saver, Snapshot
+from stoker.train.compilation import compile_task, keep_compiled, num_graphs, recompile_reasons
 from stoker.train.config import TrainConfig
 from stoker.train.evaluate import evaluate, rehearse
 from stoker.train.guards import AsyncCopy, BadSteps, LossWatch, Patience, UncheckedStep
@@ -30,11 +31,10 @@ from stoker.train.layers import freeze
 from stoker.train.meter import MachineUse, Meter, Reading, host_bytes, machine_use
 from stoker.train.optim import check_optimizer
 from stoker.train.precision import resolve_precision, use_tf32
-from stoker.train.randomness import RandomStates, random_states, restore_random_states
+from stoker.train.randomness import RandomStates, by_rank, of_rank, random_states, restore_random_states
 from stoker.train.run import Run
 from stoker.train.schedule import lr_at, scaled_lr
 from stoker.train.step import Stepper, StepResult
-from stoker.train.task import has_fixed_shapes
 
 COMPILE_WARMUP = 20  # steps in which new graphs are expected
 
@@ -47,6 +47,7 @@ class Engine:
             steps = round(config.warmup_epochs * run.training.plan.steps_per_epoch())
             config = dataclasses.replace(config, warmup_steps=steps)
         use_tf32(config.tf32)
+        keep_compiled(run.device)
         self.run, self.config, self.task, self.log = run, config, task, log
         self.model = task.model.to(run.device).train()
         self.frozen = freeze(self.model, config.freeze) if config.freeze else []
@@ -54,9 +55,8 @@ class Engine:
         self.optimizer = run.make_optimizer(self.model, config)
         check_optimizer(self.optimizer, self.model)
         self.stepper = Stepper(task, self.optimizer, config, self.precision, run.device)
-        if config.compile and self.model._compiled_call_impl is None:
-            # Ragged batches have a shape of their own each; others compile once for theirs.
-            self.model.compile(dynamic=None if has_fixed_shapes(task) else True)
+        if config.compile:
+            compile_task(task, exact=config.deterministic)
         self.step, self.position = 0, Position(run.seed)
         self.limit = config.steps
         self.total = total_steps(config, run.training)  # an estimate where steps are cut by cost
@@ -100,14 +100,19 @@ class Engine:
     @contextmanager
     def _compilation_noted(self) -> Iterator[None]:
         """A step that compiles takes its time for that: it is no training."""
-        graphs, begin = _num_graphs(), time.perf_counter()
+        graphs, begin = num_graphs(), time.perf_counter()
         yield
-        made = _num_graphs() - graphs
+        made = num_graphs() - graphs
         if made:
-            spent = time.perf_counter() - begin
+            spent, reasons = time.perf_counter() - begin, recompile_reasons(made)
             self.meter.leave_out(spent)
-            self.log.write(events.Compilation(step=self.step + 1, graphs=made, seconds=round(spent, 3)))
-            self.recompiles += made if self.step >= COMPILE_WARMUP else 0
+            self.log.write(
+                events.Compilation(step=self.step + 1, graphs=made, seconds=round(spent, 3), reasons=reasons)
+            )
+            if self.step >= COMPILE_WARMUP:
+                self.recompiles += made
+                for reason in reasons:
+                    console.say(f"step {self.step + 1} was compiled again, which took {spent:.1f} s: {reason}")
 
     @property
     def norms_due(self) -> bool:
@@ -245,7 +250,7 @@ class Engine:
         tensors: dict[str, dict[str, torch.Tensor]] = {
             "model": {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()},
             "optimizer": checkpoint.optimizer_tensors(self.model, self.optimizer),
-            "random": _by_rank(parallel.gather(states.tensors())),
+            "random": by_rank(parallel.gather(states.tensors())),
         }
         if (average := self.stepper.average) is not None:
             tensors["average"] = {name: value.cpu().clone() for name, value in average.weights.items()}
@@ -280,7 +285,7 @@ class Engine:
         self.evaluation_due = bool(state.get("evaluation_due")) and (score is None or self.is_done())
         try:
             self.meter.restore(state["meter"], self.run.device)
-            restore_random_states(_of_rank(snapshot.tensors["random"], self.run.ranks.rank))
+            restore_random_states(of_rank(snapshot.tensors["random"], self.run.ranks.rank))
         except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(f"The checkpoint {path} holds random states that are none: {error}.") from error
         self.watch.restore(state["recent_losses"])
@@ -339,6 +344,10 @@ class Engine:
                 f"The warm-up of {config.warmup_steps:,} steps is as long as the run ({self.total:,}): the full rate is "
                 f"never used, and never lowered."
             )
+        if not config.deterministic:
+            found.append(
+                "train.deterministic is false: the same seed gives the same run but for its last bits, and so does a resume."
+            )
         left = len(plan) % (plan.batch_size or 1)
         if 0 < left <= self.run.ranks.count and any(isinstance(part, _BatchNorm) for part in self.model.modules()):
             found.append(
@@ -381,20 +390,3 @@ class Engine:
 def total_steps(config: TrainConfig, loader: Loader) -> int:
     planned = loader.plan.steps_per_epoch() * config.epochs
     return min(planned, config.steps) if config.steps else planned
-
-
-def _by_rank(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {f"{rank}/{key}": value for rank, mine in enumerate(states) for key, value in mine.items()}
-
-
-def _of_rank(states: Any, rank: int) -> dict[str, torch.Tensor]:
-    """A rank that the saved run did not have takes the state of another."""
-    count = len({key.split("/")[0] for key in states})
-    prefix = f"{rank % count}/"
-    return {key.removeprefix(prefix): value for key, value in states.items() if key.startswith(prefix)}
-
-
-def _num_graphs() -> int:
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])

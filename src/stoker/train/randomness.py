@@ -2,7 +2,7 @@
 
 import ctypes
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,3 +79,15 @@ def restore_random_states(states: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def by_rank(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Of all ranks, in one table, as a checkpoint keeps them."""
+    return {f"{rank}/{key}": value for rank, mine in enumerate(states) for key, value in mine.items()}
+
+
+def of_rank(states: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """A rank that the saved run did not have takes the state of another."""
+    count = len({key.split("/")[0] for key in states})
+    prefix = f"{rank % count}/"
+    return {key.removeprefix(prefix): value for key, value in states.items() if key.startswith(prefix)}

@@ -10,7 +10,19 @@ from stoker.data.cache import PIECES, budget_bytes, cache_folder, folder_sizes, 
 from stoker.data.storage.index import Index
 from stoker.errors import MachineError, UserError
 
-MADE = ("simulated", "drawn", "packed", "packing", "imported", "tables", "splits", "listings", "verified", "runs")
+MADE = (
+    "simulated",
+    "drawn",
+    "packed",
+    "packing",
+    "imported",
+    "tables",
+    "splits",
+    "listings",
+    "verified",
+    "compiled",
+    "runs",
+)
 RUNS, SYNCED = "runs", ".synced"  # working copies of runs; those with the mark are whole in their store
 
 

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from stoker.recipes.icecube.attention import LONG, Bias, EncoderLayer, Segments, segment_mean
+from stoker.recipes.icecube.attention import LONG, Activation, Bias, EncoderLayer, Segments, segment_mean
 from stoker.recipes.icecube.batch import EventBatch
 from stoker.recipes.icecube.geometry import Geometry
 from stoker.recipes.icecube.inputs import DirectionConfig, DirectionHead, InputLayer, PulseEmbedding
@@ -30,6 +30,7 @@ class DeepConfig(DirectionConfig):
     knots: Annotated[int, Field(ge=3, le=64)] = 17  # of the bias, INTERVAL_STEP_M apart
     expansion: Annotated[float, Field(gt=0)] = 4.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    activation: Activation = "relu2"  # of the feed-forward part: squared ReLU, or GELU
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -45,7 +46,8 @@ class DeepModel(nn.Module):
         self.inputs = InputLayer(config, geometry)
         self.embedding = PulseEmbedding(config, width)
         self.layers = nn.ModuleList(
-            EncoderLayer(width, heads, config.expansion, config.dropout) for _ in range(config.layers)
+            EncoderLayer(width, heads, config.expansion, config.dropout, config.activation)
+            for _ in range(config.layers)
         )
         self.tables = nn.ParameterList(torch.zeros(heads, config.knots) for _ in range(config.bias_layers))
         self.norm, self.head = nn.LayerNorm(width, elementwise_affine=False), DirectionHead(width, config)
@@ -61,4 +63,4 @@ class DeepModel(nn.Module):
             table = self.tables[number] if number < len(self.tables) else None
             bias = None if table is None else Bias(spacetime, table, 1 / INTERVAL_STEP_M)
             pulse = layer(pulse, segments, bias)
-        return self.head(segment_mean(self.norm(pulse), segments))  # type: ignore[no-any-return]
+        return self.head(segment_mean(self.norm(pulse).to(pulse.dtype), segments))  # type: ignore[no-any-return]

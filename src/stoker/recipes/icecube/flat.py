@@ -5,14 +5,14 @@ projections that begin at zero, and learnt weights of the residual stream and of
 """
 
 # E events, D DOMs hit, K pulses kept of a DOM, C channels
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stoker.recipes.icecube.attention import Segments, attend, segment_mean
+from stoker.recipes.icecube.attention import Segments, attend, layer_kernels, segment_mean
 from stoker.recipes.icecube.batch import EventBatch
 from stoker.recipes.icecube.geometry import Geometry
 from stoker.recipes.icecube.inputs import (
@@ -21,10 +21,12 @@ from stoker.recipes.icecube.inputs import (
     DirectionHead,
     InputLayer,
     Inputs,
+    aligned_linear,
     num_dom_inputs,
 )
 from stoker.settings import AlsoCalled, config
 
+EPS = 2.0**-23  # of norms: what torch takes for float32, in every precision
 NUM_LATER_INPUTS = 4  # of a pulse that is not the DOM's first: time, charge, auxiliary, and whether it exists
 
 
@@ -54,7 +56,7 @@ class FlatModel(nn.Module):
     def forward(self, batch: EventBatch) -> Tensor:
         """(E, 4) unit vectors to where the neutrinos came from, and kappa."""
         inputs = self.inputs(batch)
-        first = token = _rms(self.embedding(self.tokens(batch, inputs)))  # (D, C)
+        first = token = _rms(aligned_linear(self.embedding, self.tokens(batch, inputs)))  # (D, C)
         for layer in self.layers:
             token = layer(token, first, inputs.by_event)
         return self.head(segment_mean(_rms(token), inputs.by_event))  # type: ignore[no-any-return]
@@ -87,11 +89,19 @@ class FlatLayer(nn.Module):
 
     def forward(self, token: Tensor, first: Tensor, segments: Segments) -> Tensor:
         token = (self.residual[0] * token + self.residual[1] * first).to(token.dtype)
+        if (fast := layer_kernels(token, self.heads, self.widen.out_features)) is not None:
+            return self._at_once(fast, token, segments)
         query, key, value = self.qkv(_rms(token)).view(len(token), 3, self.heads, -1).unbind(1)
         mixed = attend(torch.stack([_rms(query), _rms(key), value], 1), segments)
         token = token + self.mix(mixed.reshape(token.shape))
         return torch.add(token, self.narrow(F.relu(self.widen(_rms(token))).square()))
 
+    def _at_once(self, fast: Any, token: Tensor, segments: Segments) -> Tensor:
+        """The same in one operator, with much of what is wider than a token kept on the chip."""
+        weights = fast.LayerWeights(self.qkv.weight, self.mix.weight, self.widen.weight, self.narrow.weight)
+        options = {"heads": self.heads, "eps": EPS, "centred": False, "unit_eps": EPS}
+        return fast.layer(token, weights, segments, None, **options)  # type: ignore[no-any-return]
+
 
 def _rms(values: Tensor) -> Tensor:
-    return F.rms_norm(values, values.shape[-1:]).to(values.dtype)
+    return F.rms_norm(values, values.shape[-1:], eps=EPS).to(values.dtype)

@@ -9,10 +9,17 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor, nn
 
-from stoker.recipes.icecube.attention import EncoderLayer, segment_mean
+from stoker.recipes.icecube.attention import Activation, EncoderLayer, segment_mean
 from stoker.recipes.icecube.batch import EventBatch
 from stoker.recipes.icecube.geometry import Geometry
-from stoker.recipes.icecube.inputs import DirectionConfig, DirectionHead, InputLayer, PulseEmbedding, num_dom_inputs
+from stoker.recipes.icecube.inputs import (
+    DirectionConfig,
+    DirectionHead,
+    InputLayer,
+    PulseEmbedding,
+    aligned_linear,
+    num_dom_inputs,
+)
 from stoker.settings import AlsoCalled, config
 
 
@@ -24,6 +31,7 @@ class TwoStageConfig(DirectionConfig):
     dom_layers: Annotated[int, Field(ge=1), AlsoCalled("t2_layers")] = 4  # layers over the DOMs of an event
     expansion: Annotated[float, Field(gt=0)] = 4.0  # width of the feed-forward part, in units of `width`
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of activations; the data set is larger than the model
+    activation: Activation = "relu2"  # of the feed-forward part: squared ReLU, or the seed's GELU
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -37,7 +45,8 @@ class TwoStageModel(nn.Module):
 
         def layers(count: int) -> nn.ModuleList:
             return nn.ModuleList(
-                EncoderLayer(width, config.heads, config.expansion, config.dropout) for _ in range(count)
+                EncoderLayer(width, config.heads, config.expansion, config.dropout, config.activation)
+                for _ in range(count)
             )
 
         self.inputs = InputLayer(config, geometry)
@@ -53,8 +62,14 @@ class TwoStageModel(nn.Module):
         pulse = self.embedding(inputs)  # (P, C)
         for layer in self.pulse_layers:
             pulse = layer(pulse, inputs.by_dom)
-        dom = segment_mean(self.norm(pulse), inputs.by_dom) + self.place(inputs.doms)  # (D, C)
+        # Autocast's norm makes numbers wider, and every layer would carry that on.
+        dom = segment_mean(self.norm(pulse).to(pulse.dtype), inputs.by_dom) + self._placed(inputs.doms)  # (D, C)
         for layer in self.dom_layers:
             dom = layer(dom, inputs.by_event)
-        event = segment_mean(self.norm(dom), inputs.by_event)  # (E, C)
+        event = segment_mean(self.norm(dom).to(dom.dtype), inputs.by_event)  # (E, C)
         return self.head(event)  # type: ignore[no-any-return]
+
+    def _placed(self, doms: Tensor) -> Tensor:
+        into, activation, out = self.place
+        assert isinstance(into, nn.Linear)
+        return out(activation(aligned_linear(into, doms)))  # type: ignore[no-any-return]

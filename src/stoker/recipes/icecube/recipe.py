@@ -26,7 +26,7 @@ from stoker.train.run import Run
 
 # Bytes that a pulse takes in a training step, at most (benchmarks/results/end_to_end-h200.jsonl): for the seed's model where
 # a limit of 400,000 pulses was reached, for the others the most memory of any step over the pulses of a mean one.
-SEED_BYTES, FLAT_BYTES, DEEP_BYTES = 24_000, 26_000, 72_000
+SEED_BYTES, FLAT_BYTES, DEEP_BYTES = 16_000, 17_000, 52_000
 USED_SHARE = 0.6  # of the GPU's memory: steps vary, and so does what else lies there
 SMALL_GPU = 24 << 30  # assumed where there is none
 MOST_PULSES = 1_600_000  # what was measured on an H200: a step of 4,096 events has fewer, so more would change nothing
@@ -114,7 +114,7 @@ def h200() -> RunConfig:
 
 
 def kaggle() -> RunConfig:
-    """The competition's 132 million events, four times: computed to take 70 minutes of one H200 (docs/icecube.md)."""
+    """The competition's 132 million events, four times: computed to take 63 minutes of one H200 (docs/icecube.md)."""
     return RunConfig(
         recipe="icecube:kaggle",
         data=IceCubeData(path=Path("icecube-neutrinos-in-deep-ice"), validation=tuple(range(651, 661))),
@@ -131,17 +131,17 @@ NOTES: dict[str, tuple[str, ...]] = {
         "stoker train icecube: simulates 60,000 events, about two minutes on two CPU cores; 1.01 rad, line fit 1.14.",
     ),
     "seed": (
-        "stoker train icecube:seed; one H200: 127,043 events/s from packed shards, 20.8 GiB; less on smaller GPUs.",
+        "stoker train icecube:seed; one H200: 147,654 events/s from packed shards, 13.2 GiB; less on smaller GPUs.",
     ),
-    "flat-5m": ("stoker train icecube:flat-5m; one H200: 123,906 events/s from packed shards, 14.8 GiB.",),
-    "deep": ("stoker train icecube:deep; one H200: 34,280 events/s from packed shards, 25.0 GiB.",),
+    "flat-5m": ("stoker train icecube:flat-5m; one H200: 136,826 events/s from packed shards, 9.4 GiB.",),
+    "deep": ("stoker train icecube:deep; one H200: 51,530 events/s from packed shards, 17.8 GiB.",),
     "h200": (
         "stoker train icecube:h200; one H200: 286 s with the simulation of 3 million events, 21.4 GiB.",
         "Measured: mean error 0.710 rad on 100,000 held-out events, line fit 1.137; 69.1 % inside their 68 % regions.",
     ),
     "kaggle": (
         "stoker train icecube:kaggle --data.path DIR: files 1 to 650 train, 651 to 660 validate.",
-        "One H200, computed: 4 x 130.0 M events at 123,906 events/s, 70 minutes; packing 11; 198 GB of disk; 21.4 GiB.",
+        "One H200, computed: 4 x 130.0 M events at 136,826 events/s, 63 minutes; packing 11; 198 GB of disk; 9.4 GiB.",
         "Accuracy on the real data: not known, nobody has run it. The design's authors state 0.983 rad, on training events.",
     ),
 }

@@ -28,6 +28,7 @@ from stoker.recipes.icecube.geometry import read_geometry, standard_geometry, wr
 from stoker.recipes.icecube.light import Detector, Light, join, point_light, track_light
 from stoker.recipes.icecube.neutrinos import Interactions, draw_interactions, muons, showers
 from stoker.recipes.icecube.readout import join_hits, noise_hits, photon_hits, read_out
+from stoker.train.precision import vouch_for_products
 
 # Small enough for a CPU's cache, large enough to fill a GPU.
 DRAWS_PER_CHUNK = {"cpu": 1024, "cuda": 65_536}
@@ -74,6 +75,7 @@ def simulate(
     _check_counts(num_events, num_files, seed)
     geometry = read_geometry(geometry_path) if geometry_path else standard_geometry()
     detector = Detector(geometry, _device(device))
+    vouch_for_products(detector.device)  # a run may follow in this process
     sizes = [num_events // num_files + (file < num_events % num_files) for file in range(num_files)]
     with new_folder(out, force=force, marker="train_meta.parquet") as partial:
         _check_room(partial, num_events)
