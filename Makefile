@@ -11,8 +11,9 @@ demo: .venv/ready  ## simulate, train, evaluate, print a result table
 	$(BIN)/stoker evaluate "$$(ls -td runs/icecube-demo-* | head -1)" >/dev/null
 	$(BIN)/stoker report "$$(ls -td runs/icecube-demo-* | head -1)"
 
+# Two processes with a thread each: with two each they wait for one another on two cores.
 test: check  ## formatting, lint, types, import contract, and every test
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
 		echo "pages in a browser were not tested: install one (Debian: apt-get install chromium) and run it again"
 
@@ -30,7 +31,7 @@ check: .venv/ready  ## everything but the tests
 
 bench: .venv/ready  ## every benchmark that this machine can run, one JSON line each, and what got slower than the stored ones
 	for program in $$(ls benchmarks/*.py | grep -v -e measure.py -e seed_way.py -e regress.py -e rivals.py -e doctor_recipes.py \
-		-e turns.py -e cifar_faults.py -e remote.py -e start.py); do \
+		-e turns.py -e cifar_faults.py -e remote.py -e start.py -e tune.py); do \
 		$(BIN)/python $$program || exit 1; done | $(BIN)/python benchmarks/regress.py
 
 lock: .venv/ready  ## resolve the newest versions into requirements.lock

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from stoker.train.supervised import Supervised, metrics_table
     from stoker.train.task import Task
     from stoker.train.trackers import LogConfig
+    from stoker.tune.space import Tunable
 
 _HOMES = {
     "Batch": "data.batch",
@@ -48,6 +49,7 @@ _HOMES = {
     "Supervised": "train.supervised",
     "Task": "train.task",
     "TrainConfig": "train.config",
+    "Tunable": "tune.space",
     "UserError": "errors",
     "config": "settings",
     "from_arrays": "data.arrays",
@@ -81,6 +83,7 @@ __all__ = [
     "Supervised",
     "Task",
     "TrainConfig",
+    "Tunable",
     "UserError",
     "__version__",
     "config",

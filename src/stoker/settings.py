@@ -211,6 +211,13 @@ def as_yaml(configuration: Any, comments: Mapping[str, str] | None = None) -> st
     return text.getvalue()
 
 
+def plain_yaml(values: Mapping[str, Any]) -> str:
+    """Values that are no configuration of ours, as a file."""
+    text = io.StringIO()
+    _yaml().dump({key: _plain(value) for key, value in values.items()}, text)
+    return text.getvalue()
+
+
 def default_origins(configuration: Any, preset: str, origins: Mapping[str, str]) -> dict[str, str]:
     """The origin of every value: a layer, else the preset where it departs from the default, else the default."""
     result = {}

@@ -16,6 +16,7 @@ from stoker.cli.options import Flag, local, no_overrides
 from stoker.cli.output import is_other_rank, print_result, show_check, show_outcome
 from stoker.cli.report import Report, Show
 from stoker.cli.storage import Cache, Fetch
+from stoker.cli.tune import Tune, tuned_words
 from stoker.errors import UserError
 
 Options = TypeVar("Options")
@@ -121,6 +122,7 @@ class Train:
     check: Flag = (
         False  # look first at what it would learn (`stoker doctor --only learning`), and stop if that is serious
     )
+    tuned: Flag = False  # with the settings that `stoker tune` found for this on this machine
     trust: Flag = False  # run the code of a recipe that a file names
     json: Flag = False  # print the result as JSON
 
@@ -128,11 +130,16 @@ class Train:
         from stoker.launch import commands, targets
 
         target = targets.resolve_target(self.target, overrides, trusted=self.trust)
+        found, tuned_for = tuned_words(target, asked=self.tuned)
+        if found:
+            target = targets.resolve_target(self.target, [*overrides, *found], trusted=self.trust)
         if self.check:
-            stop_if_it_cannot_learn(self.target, overrides, trusted=self.trust)
+            stop_if_it_cannot_learn(self.target, [*overrides, *found], trusted=self.trust)
         if self.gpus is not None:
             return _in_processes(self.gpus, target.config.run.device)
-        outcome = commands.start(target, init_from=self.init_from, allow_partial=self.allow_partial)
+        outcome = commands.start(
+            target, init_from=self.init_from, allow_partial=self.allow_partial, tuned_for=tuned_for
+        )
         return show_outcome(outcome, as_json=self.json)
 
 
@@ -297,6 +304,7 @@ COMMANDS: dict[str, Any] = {
     "predict": Predict,
     "export": Export,
     "doctor": Doctor,
+    "tune": Tune,
     "report": Report,
     "show": Show,
     "runs": Runs,

@@ -168,9 +168,14 @@ class Helper(Generic[R]):
         self._answer = None
 
 
+def die_with_parent() -> None:
+    """The kernel ends this process when the one that started it ends, however that does."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _serve(work: Work[Any], pipe: Connection, room: memoryview) -> None:
     """The life of a process: answers until nobody asks any more."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     os.nice(NICE)
     # Signals to stop reach the whole group; the parent still needs a batch or two before it saves, and decides when to end.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):

@@ -28,6 +28,7 @@ from stoker.runs.events import EventLog
 from stoker.train.engine import Engine
 from stoker.train.parallel import Ranks
 from stoker.train.precision import autocast, same_sums
+from stoker.train.task import has_fixed_shapes
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Probe:
     know_nothing: float | None = None  # the loss of a model that has learnt nothing
     make_optimizer: Callable[[float], torch.optim.Optimizer] | None = None  # of a recipe, by its rate
     data: RunData | None = None  # of a recipe: where its samples come from
+    fixed_shapes: bool = False  # of a recipe: whether all batches have one shape
 
     def samples_of(self, batch: Any) -> int:
         if self.num_samples is not None:
@@ -83,20 +85,25 @@ class Probe:
         return torch.device("cpu") if parameter is None else parameter.device
 
 
-def find_probe(words: str) -> Probe | None:
-    """`module:attribute` that is a Probe, or a function that makes one; None: it is something else, such as a recipe."""
+def find_attribute(words: str) -> Any:
+    """What `module:attribute` names, from this directory on; None: it is no such name, or a recipe that is built in."""
     name, _, attribute = words.partition(":")
     if not OWN.fullmatch(words) or name in BUILT_IN:
         return None
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(name), attribute.partition(":")[0], None)
+        return getattr(importlib.import_module(name), attribute.partition(":")[0], None)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise UserError(f"There is no module {name} to take the probe {words!r} from.") from error
         raise UserError(f"The module {name} cannot be imported: {error}") from error
     except (Exception, SystemExit) as error:
         raise UserError(f"The module {name} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def find_probe(words: str) -> Probe | None:
+    """`module:attribute` that is a Probe, or a function that makes one; None: it is something else, such as a recipe."""
+    found = find_attribute(words)
     if not callable(found) or isinstance(found, type):
         return found if isinstance(found, Probe) else None
     try:
@@ -117,7 +124,7 @@ def probe_of(target: Target) -> Iterator[Probe]:
         if target.recipe.initialise is not None:
             target.recipe.initialise(target.config, run.task)
         log = stack.enter_context(EventLog(folder / "events.jsonl"))
-        stack.enter_context(same_sums(run.device))
+        stack.enter_context(same_sums(run.device, exact=run.config.deterministic))
         engine = Engine(run, folder, log)
         engine.rehearse()
 
@@ -150,6 +157,7 @@ def probe_of(target: Target) -> Iterator[Probe]:
             optimizer=engine.optimizer,
             know_nothing=run.task.know_nothing_loss,
             data=run.data,
+            fixed_shapes=has_fixed_shapes(run.task),
             make_optimizer=lambda rate: run.make_optimizer(engine.model, dataclasses.replace(engine.config, lr=rate)),
         )
 

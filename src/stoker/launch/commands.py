@@ -58,8 +58,13 @@ class Outcome:
         return self.recipe.result_table({f"model, {weights} weights" if weights else "model": raw})
 
 
-def start(target: Target, *, init_from: Path | None = None, allow_partial: bool = False) -> Outcome:
-    """A new run, from its first step to its last. Under torchrun a restarted run goes on from its last checkpoint."""
+def start(
+    target: Target, *, init_from: Path | None = None, allow_partial: bool = False, tuned_for: str | None = None
+) -> Outcome:
+    """A new run, from its first step to its last. Under torchrun a restarted run goes on from its last checkpoint.
+
+    `tuned_for`: the fingerprint of the data that its settings were tuned for.
+    """
     config = target.config
     with _met() as ranks:
         # Before anything is packed or simulated for it.
@@ -68,6 +73,10 @@ def start(target: Target, *, init_from: Path | None = None, allow_partial: bool 
         weights = None if init_from is None else checkpoint.read_checkpoint(init_from).tensors["model"]
         again = restarted(target, ranks)
         run = _built(target, ranks, again)
+        if tuned_for and tuned_for != str(run.data.description.get("fingerprint", tuned_for)):
+            raise UserError(
+                "The data have changed since settings were tuned: `stoker tune` again, or leave --tuned out."
+            )
         if target.recipe.initialise is not None:
             target.recipe.initialise(config, run.task)
         if weights is not None:
@@ -278,7 +287,7 @@ def _run(
         EventLog(folder.events if ranks.is_first else Path(os.devnull)) as log,
         _logged_to(folder, ranks),
         _end_recorded(log),
-        same_sums(run.device),
+        same_sums(run.device, exact=run.config.deterministic),
     ):
         listener = open_tracker(config.log, folder.path, folder.path.name, run.settings) if ranks.is_first else None
         log.listeners += [listener] if listener else []

@@ -64,6 +64,25 @@ class Trainer:
             optimizer.step()
         return losses, norms, None
 
+    def sweep(self, batches: Sequence[Any], rates: Sequence[float]) -> list[float]:
+        """Losses where every step has a rate of its own, up to the first that is not finite."""
+        self.model.load_state_dict(self._kept)
+        learnt = [one for one in self.model.parameters() if one.requires_grad]
+        optimizer, losses = self._make(learnt, rates[0]), []
+        for number, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
+            torch.manual_seed(number)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            for parameter in learnt:
+                parameter.grad = None
+            loss = _checked(self._loss(batch))
+            if not math.isfinite(float(loss.detach())):
+                break
+            losses.append(float(loss.detach()))
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        return losses
+
 
 def _checked(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:

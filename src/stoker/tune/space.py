@@ -1,0 +1,90 @@
+"""What can be tuned: keys of a recipe's configuration, or arguments of somebody's probe, and the values to try."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from stoker import settings
+from stoker.doctor.probe import Probe
+from stoker.errors import UserError
+
+Stage = Literal["step", "batch", "loader", "lr"]
+STAGES: tuple[Stage, ...] = ("step", "batch", "loader", "lr")
+AHEAD = (2, 4, 8, 16, 32)  # micro-batches
+
+
+@dataclass(frozen=True)
+class Knob:
+    name: str  # key of a configuration, or argument of a probe
+    stage: Stage
+    values: tuple[Any, ...]  # from the least to the most
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """A loop of one's own: `make(**knobs)` gives a Probe, whose loader and step are made with them.
+
+    `knobs` are the values to try, the first of each being what is used today. Those of `loader` change where batches come
+    from, all others how a step is computed.
+    """
+
+    make: Callable[..., Probe]
+    knobs: Mapping[str, tuple[Any, ...]]
+    loader: tuple[str, ...] = ("num_workers", "prefetch_factor", "pin_memory")
+    name: str = "probe"
+
+    def __post_init__(self) -> None:
+        if not callable(self.make):
+            raise UserError(f"The make of a Tunable is a {type(self.make).__name__}, and must be a function.")
+        empty = [name for name, values in self.knobs.items() if not values]
+        if not self.knobs or empty:
+            raise UserError(
+                f"A Tunable needs values to try: knobs={{'num_workers': (0, 1, 2)}}, say. "
+                f"{', '.join(empty) or 'It'} has none."
+            )
+
+    def space(self) -> list[Knob]:
+        return [
+            Knob(name, "loader" if name in self.loader else "step", tuple(values))
+            for name, values in self.knobs.items()
+        ]
+
+    def now(self) -> dict[str, Any]:
+        return {name: values[0] for name, values in self.knobs.items()}
+
+    def probe(self, knobs: Mapping[str, Any]) -> Probe:
+        made = self.make(**{**self.now(), **knobs})
+        if not isinstance(made, Probe):
+            raise UserError(f"The make of {self.name} gives a {type(made).__name__}, and must give a stoker.Probe.")
+        return made
+
+    def numbers(self, knobs: Mapping[str, Any]) -> dict[str, int]:
+        """Which of its values these are: they may be anything, and a trial is another process."""
+        return {name: self.knobs[name].index(value) for name, value in knobs.items()}
+
+
+def space_of(config: Any, *, on_gpu: bool, fixed_shapes: bool) -> list[Knob]:
+    """Of a recipe's configuration: those that it has, and that this machine can use."""
+    cores = len(os.sched_getaffinity(0))
+    known = settings.kept_values(config)
+    knobs = [Knob("train.precision", "step", ("bf16", "fp32")), Knob("train.compile", "step", (False, True))]
+    if on_gpu and fixed_shapes:
+        knobs.append(Knob("train.cuda_graphs", "step", (False, True)))
+    knobs += [
+        Knob("loader.threads", "loader", ladder(cores)),
+        Knob("data.processes", "loader", (0, *ladder(cores))),
+        Knob("loader.look_ahead", "loader", AHEAD),
+    ]
+    if on_gpu:
+        knobs.append(Knob("data.decode_on_gpu", "loader", (False, True)))
+    knobs.append(Knob("data.mode", "loader", ("direct", "packed", *(("resident",) if on_gpu else ()))))
+    return [knob for knob in knobs if knob.name in known]
+
+
+def ladder(most: int) -> tuple[int, ...]:
+    """1, 2, 4 ... and `most`."""
+    found = [1]
+    while found[-1] * 2 < most:
+        found.append(found[-1] * 2)
+    return tuple(dict.fromkeys([*found, most]))

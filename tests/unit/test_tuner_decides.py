@@ -1,0 +1,233 @@
+"""How the tuner decides, with trials whose answers are known; tests/e2e/test_tune.py measures."""
+
+import math
+from typing import Any
+
+import pytest
+
+from stoker.doctor.learning.facts import Arm
+from stoker.errors import UserError
+from stoker.tune.batch import offer_batch, tune_pieces
+from stoker.tune.commands import Tuning, _learning_rate
+from stoker.tune.rates import cautious, surely_best
+from stoker.tune.search import Line, OutOfTime, Search, agree
+from stoker.tune.space import Knob, Tunable, ladder
+from stoker.tune.trial import Answer, Ask, words_of
+
+GIB = 1 << 30
+
+
+def searching(answers: Any, budget_s: float = 1e9) -> Search:
+    return Search("target", [], 1.0, budget_s, run=answers)
+
+
+def test_the_fastest_value_is_taken_and_every_value_is_told() -> None:
+    rates = {1: 100.0, 2: 180.0, 4: 300.0, 8: 290.0}
+    search = searching(lambda ask: Answer(rate=rates[ask.knobs.get("loader.threads", 1)]))
+    search.choose(Knob("loader.threads", "loader", (1, 2, 4, 8)), 1, "run")
+    assert search.best == {"loader.threads": 4}
+    assert [value for value, _ in search.decisions[0].tried] == [1, 2, 4, 8]
+    assert "3.00 times" in search.decisions[0].why
+
+
+def test_what_is_hardly_faster_stays_as_it_is() -> None:
+    search = searching(lambda ask: Answer(rate=102.0 if ask.knobs else 100.0))
+    search.choose(Knob("loader.look_ahead", "loader", (2, 8)), 2, "run")
+    assert search.best == {}
+
+
+def test_a_faster_step_with_other_losses_is_not_taken() -> None:
+    def answer(ask: Ask) -> Answer:
+        fast = ask.knobs.get("train.precision") == "bf16"
+        return Answer(rate=200.0 if fast else 100.0, losses=[2.0, 1.9, 1.8] if fast else [1.0, 0.9, 0.8])
+
+    search = searching(answer)
+    search.choose(Knob("train.precision", "step", ("bf16", "fp32")), "fp32", "resident")
+    assert search.best == {}
+    assert "other losses" in search.decisions[0].tried[1][1]
+
+
+@pytest.mark.parametrize("answer", [Answer(error="CUDA out of memory", out_of_memory=True), Answer(error="broken")])
+def test_a_trial_that_fails_is_told_and_passed_over(answer: Answer) -> None:
+    search = searching(lambda ask: answer if ask.knobs else Answer(rate=100.0))
+    search.choose(Knob("loader.threads", "loader", (1, 2)), 1, "run")
+    assert search.best == {}
+    assert ("out of memory" if answer.out_of_memory else "not possible") in search.decisions[0].tried[1][1]
+
+
+def test_what_was_tried_is_not_tried_again() -> None:
+    asked: list[Ask] = []
+
+    def answer(ask: Ask) -> Answer:
+        asked.append(ask)
+        return Answer(rate=100.0)
+
+    search = searching(answer)
+    search.trial({}, "run")
+    search.trial({}, "run")
+    search.trial({}, "resident")
+    search.trial({}, "run", anew=True)
+    assert len(asked) == 3
+
+
+def test_a_budget_that_ends_leaves_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
+    rates = {1: 100.0, 2: 200.0, 4: 400.0, 8: 800.0}
+    search = searching(lambda ask: Answer(rate=rates[ask.knobs.get("n", 1)]), budget_s=110)
+    with pytest.raises(OutOfTime):
+        search.choose(Knob("n", "loader", (1, 2, 4, 8)), 1, "run")
+    assert search.best["n"] in (2, 4)
+    assert "the budget ended" in search.decisions[0].why
+
+
+def test_losses_agree_within_rounding_or_their_own_noise() -> None:
+    assert agree([1.0, 0.9], [1.001, 0.901])
+    assert agree([1.0, 0.5, 0.2, 0.1], [1.1, 0.4, 0.3, 0.0])  # away in both directions
+    assert not agree([1.0, 0.9, 0.8], [1.2, 1.1, 1.0])
+    assert not agree([1.0, 0.9], [1.0, math.nan])
+    assert not agree([1.0, 0.9], [1.0])
+    assert agree([], [])
+
+
+def test_a_line_goes_through_its_points() -> None:
+    line = Line.through([(1.0, 3.0), (2.0, 5.0), (4.0, 9.0)])
+    assert line.at(10.0) == pytest.approx(21.0)
+    assert Line.through([(5.0, 7.0)]).at(100.0) == 7.0
+
+
+def memory(cost: int, total: float = 24 * GIB) -> dict[str, float]:
+    return {"peak": GIB + 20_000.0 * cost, "total": total, "retries": 0}
+
+
+@pytest.mark.parametrize("most", [400_000, 700_000])
+def test_pieces_fit_the_largest_samples_too(most: int) -> None:
+    """Out of memory above `most`, on the largest samples alone: usual ones would take twice as much."""
+
+    def answer(ask: Ask) -> Answer:
+        size = ask.knobs.get("loader.micro_cost", 200_000)
+        if size > (most if ask.leg == "largest" else 2 * most):
+            return Answer(error="out of memory", out_of_memory=True)
+        return Answer(rate=size**0.5, memory=memory(size))
+
+    search = searching(answer)
+    tune_pieces(search, 200_000, 100_000)
+    chosen = search.best["loader.micro_cost"]
+    assert 200_000 < chosen <= most
+    assert answer(Ask("", [], {"loader.micro_cost": chosen}, "largest", 1.0)).ok
+
+
+def test_pieces_that_make_the_allocator_try_again_are_cut() -> None:
+    def answer(ask: Ask) -> Answer:
+        size = ask.knobs.get("loader.micro_cost", 200_000)
+        return Answer(rate=float(size), memory={**memory(size, 16 * GIB), "retries": float(size > 500_000)})
+
+    search = searching(answer)
+    tune_pieces(search, 200_000, 100_000)
+    assert search.best["loader.micro_cost"] <= 500_000
+
+
+def test_a_step_that_is_whole_already_is_not_cut() -> None:
+    search = searching(lambda ask: Answer(rate=100.0, memory=memory(1000)))
+    tune_pieces(search, None, 10)
+    assert search.best == {}
+
+
+def with_fixed_cost(ask: Ask, *, learns: bool = True) -> Answer:
+    """Ten milliseconds a step, and ten microseconds a sample."""
+    size = ask.knobs.get("loader.batch_size", 64)
+    if ask.leg == "learn":
+        worse = 0.0 if learns or size == 64 else 5.0
+        return Answer(losses=[1.0 / (1 + number * size / 6400) + worse for number in range(6400 // size)])
+    step_s = 10e-3 + 10e-6 * size
+    return Answer(rate=size / step_s, step_s=step_s, samples=size)
+
+
+@pytest.mark.parametrize(("optimizer", "lr"), [("sgd", 0.1 * 8), ("adamw", 0.1 * math.sqrt(8))])
+def test_another_batch_is_offered_with_its_rate_and_not_taken(optimizer: str, lr: float) -> None:
+    search = searching(with_fixed_cost)
+    told = offer_batch(search, 64, 0.1, optimizer, allowed=False)
+    assert told is not None
+    assert "loader.batch_size 512" in told
+    assert f"--train.lr {lr:.3g}" in told
+    assert search.best == {}
+
+
+def test_another_batch_is_taken_on_request_if_it_learns_as_much() -> None:
+    search = searching(with_fixed_cost)
+    told = offer_batch(search, 64, 0.1, "sgd", allowed=True)
+    assert told is not None
+    assert "Taken" in told
+    assert search.best == {"loader.batch_size": 512, "train.lr": pytest.approx(0.8)}
+    search = searching(lambda ask: with_fixed_cost(ask, learns=False))
+    told = offer_batch(search, 64, 0.1, "sgd", allowed=True)
+    assert told is not None
+    assert "not taken" in told
+    assert search.best == {}
+
+
+def test_a_batch_that_is_large_enough_is_left_alone() -> None:
+    assert offer_batch(searching(with_fixed_cost), 65_536, 0.1, "sgd", allowed=False) is None
+
+
+def test_a_rate_that_grows_with_the_batch_by_itself_is_not_scaled_again() -> None:
+    told = offer_batch(searching(with_fixed_cost), 64, 0.1, "sgd", allowed=False, scaled=True)
+    assert told is not None
+    assert "--train.lr 0.1 (train.lr_batch scales it)" in told
+
+
+def test_no_batch_is_offered_that_there_are_no_samples_for() -> None:
+    assert offer_batch(searching(with_fixed_cost), 64, 0.1, "sgd", allowed=False, samples=640) is None
+
+
+def test_a_rate_is_written_as_its_key_is_stated() -> None:
+    """Compared as the optimizer has it: four times the key, where that is for a quarter of the samples."""
+    rates = {"chosen": 0.04, "own": {"rate": 0.4}, "arms": [], "best": 0.04, "at the end": False}
+    search, found = searching(lambda ask: Answer(rates=rates, facts={"lr_scale": 4.0})), Tuning("target")
+    _learning_rate(search, found, 0.1)
+    assert search.best == {"train.lr": 0.01}
+    assert search.decisions[0].before == 0.1
+
+
+def test_what_does_not_fit_as_it_is_is_cut_into_pieces_that_do() -> None:
+    def answer(ask: Ask) -> Answer:
+        size = ask.knobs.get("loader.micro_cost", 800_000)
+        if size > 250_000:
+            return Answer(error="out of memory", out_of_memory=True)
+        return Answer(rate=100.0, memory=memory(size))
+
+    search = searching(answer)
+    tune_pieces(search, 800_000, 100_000)
+    assert search.best == {"loader.micro_cost": 200_000}
+
+
+def arm(rate: float, gain: float, bad: str | None = None) -> Arm:
+    return Arm(rate, gain, 0.01, (1.0, 1.0, 1.0), bad)
+
+
+def test_the_chosen_rate_has_a_stable_one_above_it() -> None:
+    """The last before the loss explodes wins a few steps, and loses a long run."""
+    arms = [arm(1e-4, 0.2), arm(1e-3, 0.50), arm(3e-3, 0.505), arm(1e-2, -math.inf, "head")]
+    assert cautious(arms, arms[2]).rate == 1e-3
+    arms[3] = arm(1e-2, 0.3)
+    assert cautious(arms, arms[2]).rate == 3e-3
+
+
+def test_the_best_is_the_best_of_those_that_surely_learn() -> None:
+    noisy = Arm(1e-2, 0.9, 2.0, (1.0, 1.0, 1.0))
+    assert surely_best([arm(1e-4, 0.2), arm(1e-3, 0.5), noisy]).rate == 1e-3  # type: ignore[union-attr]
+    assert surely_best([noisy]) is None
+
+
+def test_ladders_and_words() -> None:
+    assert ladder(1) == (1,)
+    assert ladder(2) == (1, 2)
+    assert ladder(12) == (1, 2, 4, 8, 12)
+    assert words_of({"a.b": None, "c.d": True, "e.f": 3}) == ["--a.b=null", "--c.d=true", "--e.f=3"]
+
+
+def test_a_loop_without_values_to_try_is_refused() -> None:
+    with pytest.raises(UserError, match="values to try"):
+        Tunable(make=print, knobs={})
+    with pytest.raises(UserError, match="num_workers"):
+        Tunable(make=print, knobs={"num_workers": ()})
