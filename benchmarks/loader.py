@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -32,7 +33,7 @@ from stoker.recipes.icecube.events import PULSE_COLUMNS
 from stoker.recipes.icecube.model import TwoStageConfig
 from stoker.recipes.icecube.simulate import simulate
 
-BATCH = 1024
+BATCH = 1024  # events
 
 
 class SeedDataset(torch.utils.data.Dataset[Any]):
@@ -76,12 +77,12 @@ def seed_rate(root: Path, num_events: int) -> float:
     return num_events / (time.perf_counter() - begin)
 
 
-def torch_rate(root: Path, num_events: int, num_workers: int) -> float:
+def torch_rate(root: Path, num_events: int, num_workers: int, batch_size: int) -> float:
     data = SeedDataset(root, num_files_kept=10_000)
     for index in np.unique(data._meta["batch_id"], return_index=True)[1]:
         data[int(index)]  # every file is in memory before the workers start
     chosen = torch.utils.data.Subset(data, np.random.default_rng(0).permutation(len(data))[:num_events].tolist())
-    loader = torch.utils.data.DataLoader(chosen, BATCH, shuffle=True, num_workers=num_workers, collate_fn=collate)
+    loader = torch.utils.data.DataLoader(chosen, batch_size, shuffle=True, num_workers=num_workers, collate_fn=collate)
     batches = iter(loader)
     next(batches)  # starting the workers is not counted
     seen, begin = 0, time.perf_counter()
@@ -139,8 +140,8 @@ class Ours:
         return seen / (time.perf_counter() - begin)
 
 
-def ours(root: Path, mode: Any, num_threads: int, *, sequential: bool = False) -> Ours:
-    config = LoaderConfig(batch_size=BATCH, threads=num_threads)
+def ours(root: Path, mode: Any, num_threads: int, *, sequential: bool = False, batch_size: int = BATCH) -> Ours:
+    config = LoaderConfig(batch_size=batch_size, threads=num_threads)
     run = RunConfig(recipe="icecube", data=IceCubeData(path=root, mode=mode), model=TwoStageConfig(), loader=config)
     return Ours(open_data(run, torch.device("cpu")), config, sequential)
 
@@ -150,24 +151,26 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="a directory in the Kaggle layout; default: simulate one")
     parser.add_argument("--events", type=int, default=200_000)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--batch-size", type=int, default=BATCH)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = options.data or Path(folder) / "set"
         if not options.data:
             simulate(root, num_events=options.events, num_files=10, seed=0)
-        measure(root, pq.read_metadata(root / "train_meta.parquet").num_rows, options.repeats)
+        measure(root, pq.read_metadata(root / "train_meta.parquet").num_rows, options.repeats, options.batch_size)
 
 
-def measure(root: Path, num_events: int, repeats: int) -> None:
-    packed, direct = ours(root, "packed", 2), ours(root, "direct", 2)
+def measure(root: Path, num_events: int, repeats: int, batch_size: int) -> None:
+    opened = partial(ours, root, batch_size=batch_size)
+    packed, direct = opened("packed", 2), opened("direct", 2)
     methods: dict[str, Callable[[], float]] = {
         "a: one event at a time, cache of one file": lambda: seed_rate(root, 64),
-        "b: torch DataLoader, 2 workers, files cached": lambda: torch_rate(root, 20_000, 2),
-        "c: direct Parquet, window shuffle, 2 threads": lambda: ours(root, "direct", 2).rate(),
-        "d: packed, exact shuffle, 1 thread": ours(root, "packed", 1).rate,
+        "b: torch DataLoader, 2 workers, files cached": lambda: torch_rate(root, 20_000, 2, batch_size),
+        "c: direct Parquet, window shuffle, 2 threads": lambda: opened("direct", 2).rate(),
+        "d: packed, exact shuffle, 1 thread": opened("packed", 1).rate,
         "d: packed, exact shuffle, 2 threads": packed.rate,
         "e: pyarrow alone, 2 threads": lambda: pyarrow_rate(root, num_events, 2),
-        "e: packed, sequential, 2 threads": ours(root, "packed", 2, sequential=True).rate,
+        "e: packed, sequential, 2 threads": opened("packed", 2, sequential=True).rate,
     }
     rates: dict[str, list[float]] = {name: [] for name in methods}
     for repeat in range(repeats + 1):
@@ -178,13 +181,20 @@ def measure(root: Path, num_events: int, repeats: int) -> None:
             if repeat:  # the first round warms caches
                 rates[name].append(rate)
     for name, values in rates.items():
-        emit(line(f"loader, {name}", values, "events/s", events=num_events, batch_size=BATCH))
+        emit(line(f"loader, {name}", values, "events/s", events=num_events, batch_size=batch_size))
     table(rates)
     for name, one in (("exact", packed), ("window", direct)):
         rows = one.data.training.rows
         first, second = (rows(one.data.order(0, epoch).take(0, len(one.data.training))) for epoch in (0, 1))
-        quality = shuffle_quality(first, one.data.table.columns["shard"], BATCH, second)
-        emit({"name": f"shuffle quality, {name} order", **asdict(quality), "events": num_events, "batch_size": BATCH})
+        quality = shuffle_quality(first, one.data.table.columns["shard"], batch_size, second)
+        emit(
+            {
+                "name": f"shuffle quality, {name} order",
+                **asdict(quality),
+                "events": num_events,
+                "batch_size": batch_size,
+            }
+        )
         console.say(f"shuffle quality, {name} order: {quality.line()}")
 
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from stoker.data.loader import LoaderConfig, loader_of
+from stoker.data.parquet import ParquetSource
 from stoker.data.plan import MicroBatch, Position
+from stoker.data.ragged import Ragged
 from stoker.data.source import RunData
-from stoker.data.window import WindowSource
+from stoker.data.window import WindowSource, take_samples
 from stoker.recipe import RunConfig
 from stoker.recipes.icecube import events, table
 from stoker.recipes.icecube.data import IceCubeData, open_data
@@ -70,6 +72,59 @@ def test_every_block_is_decoded_once_an_epoch_also_where_one_goes_over_into_the_
     used = int((blocks < 450).sum())
     assert used > 8
     assert len(set(decoded)) == len(decoded) == epochs * used
+
+
+@pytest.mark.parametrize(("num_ranks", "micro_cost"), [(1, 13_000), (2, None), (3, 13_000)])
+def test_ranks_and_pieces_of_a_step_take_their_samples_from_blocks_that_are_decoded_once(
+    small_groups: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, micro_cost: int | None
+) -> None:
+    config = LoaderConfig(batch_size=225, window=80, threads=2, micro_cost=micro_cost, sample_cost=micro_cost)
+    anywhere = events.open_pulses(small_groups, open_events(small_groups))
+    decoded: list[tuple[int, int]] = []
+    decode = WindowSource._decode
+
+    def counted(self: WindowSource, number: int, order: Any) -> Any:
+        decoded.append((id(self), number))
+        return decode(self, number, order)
+
+    def slow(self: ParquetSource, micro: MicroBatch) -> Ragged:
+        assert self is anywhere
+        return gather(self, micro)
+
+    gather = ParquetSource.gather
+    monkeypatch.setattr(ParquetSource, "gather", slow)
+    monkeypatch.setattr(WindowSource, "_decode", counted)
+    seen: list[int] = []
+    kept: list[RunData] = []
+    for rank in range(num_ranks):
+        data = opened(small_groups, config)
+        kept.append(data)  # so that no other gets its id
+        for step in loader_of(data, config, CPU, training=True, rank=rank, num_ranks=num_ranks).steps(Position(0), 1):
+            for batch in step.batches:
+                rows = batch.rows.numpy()
+                found = anywhere.gather(MicroBatch(rows)).columns
+                assert np.array_equal(batch.time.numpy(), found["time"])
+                assert np.array_equal(batch.sensor.numpy(), found["sensor_id"])
+                assert np.array_equal(batch.charge.numpy(), found["charge"])
+                assert np.array_equal(batch.flags.numpy().astype(bool), found["auxiliary"])
+                seen += rows.tolist()
+    assert sorted(seen) == list(range(450))
+    assert len(set(decoded)) == len(decoded)
+
+
+def test_samples_are_taken_as_wholes_wherever_they_lie() -> None:
+    columns = {
+        "a": np.arange(20, dtype=np.int32),
+        "b": np.arange(20, dtype=np.float64) / 2,
+        "c": np.arange(20) % 3 == 0,
+    }
+    for first, counts in (([0, 4, 4, 10], [4, 0, 3, 10]), ([10, 0, 5], [5, 6, 2]), ([], [])):  # gaps; any order; none
+        starts, sizes = np.array(first, np.int64), np.array(counts, np.int64)
+        order = np.random.default_rng(0).permutation(len(starts))
+        rows = [row for one in order for row in range(starts[one], starts[one] + sizes[one])]
+        for name, column in take_samples(columns, starts, sizes, order).items():
+            assert np.array_equal(column, columns[name][np.array(rows, np.int64)])
+            assert column.dtype == columns[name].dtype
 
 
 def test_asking_for_an_order_changes_nothing(small_groups: Path) -> None:

@@ -121,6 +121,7 @@ class Loader:
             while coming is not None or ahead:
                 while coming is not None and self._has_room(coming, budget, first=not ahead):
                     ahead.append((coming, [workers.submit(self._make, micro) for micro in coming.micro_batches]))
+                    self._read_ahead(workers, coming)
                     coming = next(planned, None)
                 self.times.saw_ready(sum(job.done() for _, jobs in ahead for job in jobs))
                 num_bytes, num_batches = self._num_bytes(ahead[0][0]), len(ahead[0][1])
@@ -162,6 +163,18 @@ class Loader:
                 value = stage.run(value)
             self.times.count_bytes(stage.name, value)
         return value
+
+    def _read_ahead(self, workers: Workers, step: Step) -> None:
+        """Nobody asks for the result: what goes wrong is found again by the batch that needs it."""
+
+        def run(stage: Stage, micro: MicroBatch) -> None:
+            assert stage.read_ahead is not None
+            with self.times.busy_ahead(stage.name):
+                stage.read_ahead(micro)
+
+        for stage in self._stages:
+            if stage.read_ahead is not None and step.micro_batches:
+                workers.submit(run, stage, step.micro_batches[-1])
 
     def _finish(self, step: Step, jobs: "list[Job[Any]]") -> Step:
         begin = time.perf_counter()

@@ -234,22 +234,26 @@ def groups_held(path: Location, metadata: pq.FileMetaData, first: int, last: int
 
 
 def as_array(columns: Sequence[pa.ChunkedArray], kind: npt.DTypeLike, name: str, path: Location) -> Array:
-    """One array of the type wanted, converted while it is put together. What would not survive that is an error."""
-    chunks = [chunk for column in columns for chunk in column.chunks]
+    """One array of the type wanted, perhaps read only. What would not survive a conversion is an error."""
     dtype = np.dtype(kind)
-    out = np.empty(sum(map(len, chunks)), dtype)
-    at = 0
-    for chunk in chunks:
-        if chunk.null_count:
-            raise UserError(
-                f"{path}: the column {name} has {chunk.null_count:,} empty values where each must have one."
-            )
-        values = _as_numpy(chunk)
-        _check_fits(values, dtype, name, path)
-        with np.errstate(over="ignore"):  # a float beyond float32 becomes infinite, which the recipe's checks know
-            out[at : at + len(chunk)] = values
-        at += len(chunk)
+    parts = [_checked(chunk, dtype, name, path) for column in columns for chunk in column.chunks]
+    with np.errstate(over="ignore"):  # a float beyond float32 becomes infinite, which the recipe's checks know
+        if len(parts) == 1:
+            return parts[0].astype(dtype, copy=False)
+        out = np.empty(sum(map(len, parts)), dtype)
+        at = 0
+        for part in parts:  # converted while they are put together
+            out[at : at + len(part)] = part
+            at += len(part)
     return out
+
+
+def _checked(chunk: pa.Array, kind: "np.dtype[Any]", name: str, path: Location) -> Array:
+    if chunk.null_count:
+        raise UserError(f"{path}: the column {name} has {chunk.null_count:,} empty values where each must have one.")
+    values = _as_numpy(chunk)
+    _check_fits(values, kind, name, path)
+    return values
 
 
 def _as_numpy(chunk: pa.Array) -> Array:

@@ -22,6 +22,8 @@ RECENT = 1024  # durations kept for the percentiles
 class Stage:
     name: str
     run: Callable[[Any], Any]
+    # For what comes after a micro-batch: done by whoever has nothing else to do, so that no batch waits for it.
+    read_ahead: Callable[[Any], None] | None = None
 
 
 class StageTimes:
@@ -41,6 +43,14 @@ class StageTimes:
             self._busy_s[name] += spent
             self._count[name] += 1
             self._recent[name].append(spent)
+
+    @contextmanager
+    def busy_ahead(self, name: str) -> Iterator[None]:
+        """Work of a stage that is for no batch yet."""
+        begin = time.perf_counter()
+        yield
+        with self._lock:
+            self._busy_s[name] += time.perf_counter() - begin
 
     def count_bytes(self, name: str, value: Any) -> None:
         counted = num_bytes(value)

@@ -1,16 +1,16 @@
 """Parquet shards read directly in a window order: every row group is decoded once an epoch.
 
 A decoded row group keeps its samples in the order in which the epoch delivers them, so what a batch takes from it is one
-slice, and a batch is a few slices joined. Requests that do not follow the order (validation, ranks that take every other
-sample) fall back to reading at any place.
+slice, and a batch is a few slices joined. A batch that leaves some of the stretch to others (ranks, pieces of a step) takes
+its samples out of the slices. Samples that are not in the order (validation) are read at any place.
 """
 
 import threading
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,16 +35,39 @@ READ_AHEAD = 4  # blocks
 class _Block:
     """The samples that begin in one block of row groups, in the order of delivery."""
 
-    keys: list[int]  # rising; a list, because bisection in it is several times quicker than in an array
+    first: int  # row of the table at which the block begins
+    places: Indices  # of each row of the table from there on: where it stands here, -1 if it does not
     rows: Indices
     counts: Indices
-    starts: list[int]  # where the rows of each sample begin, and the number of rows
+    starts: Indices  # where the rows of each sample begin, and the number of rows
     columns: Mapping[str, Array]
     delivered: int = 0
 
     @property
     def num_bytes(self) -> int:
-        return sum(column.nbytes for column in self.columns.values()) + 80 * len(self.keys)
+        return sum(column.nbytes for column in self.columns.values()) + 32 * len(self.rows)
+
+    def part(self, rows: Indices) -> "_Part | None":
+        """These samples, in the order of delivery; None: some of them are not here."""
+        places = self.places[rows - self.first]
+        begin, end = int(places.min()), int(places.max()) + 1
+        if begin < 0:
+            return None
+        if len(places) != end - begin:  # others take part of this stretch
+            places = np.sort(places)
+            columns = take_samples(self.columns, self.starts[:-1], self.counts, places)
+            return _Part(columns, self.counts[places], self.rows[places])
+        low, high = self.starts[begin], self.starts[end]
+        columns = {name: column[low:high] for name, column in self.columns.items()}
+        return _Part(columns, self.counts[begin:end], self.rows[begin:end])
+
+
+class _Part(NamedTuple):
+    """What a batch takes from a block."""
+
+    columns: Mapping[str, Array]
+    counts: Indices
+    rows: Indices
 
 
 @dataclass(frozen=True)
@@ -82,22 +105,25 @@ class WindowSource:
 
     def gather(self, micro: MicroBatch) -> Ragged:
         """These samples, in an order of our own."""
-        positions, inside = self._positions(micro.rows)
-        if self._table.blocks is None or not len(positions) or not inside.all():
+        rows = np.sort(micro.rows)
+        if self._table.blocks is None or not self._is_of_the_order(rows):
             return self._anywhere.gather(micro)
         epoch = self._epoch(micro)
-        keys = epoch.order.sort_keys(positions)
-        lowest, highest = int(keys.min()), int(keys.max())
-        numbers = np.unique(np.searchsorted(self._table.blocks, micro.rows, side="right") - 1).tolist()
+        block_of = np.searchsorted(self._table.blocks, rows, side="right") - 1
+        borders = [0, *(np.flatnonzero(block_of[1:] != block_of[:-1]) + 1).tolist(), len(rows)]
+        numbers = block_of[borders[:-1]].tolist()
+        if not epoch.place.keys() >= set(numbers):
+            return self._anywhere.gather(micro)
         blocks = self._blocks(numbers, epoch)
         parts = [
-            (block, bisect_left(block.keys, lowest), bisect_right(block.keys, highest)) for block in blocks.values()
+            part
+            for block, (begin, end) in zip(blocks.values(), pairwise(borders), strict=True)
+            if (part := block.part(rows[begin:end])) is not None
         ]
-        if sum(end - begin for _, begin, end in parts) != len(micro.rows):  # others take part of this stretch
+        if len(parts) < len(blocks):
             return self._anywhere.gather(micro)
         joined = _join(parts, list(self._types))
         self._drop_delivered(blocks, parts, epoch)
-        self._read_ahead(numbers, epoch)
         return joined
 
     def files_of(self, rows: Indices) -> str:
@@ -144,6 +170,10 @@ class WindowSource:
         inside = (positions < len(subset)) & (subset.rows(np.minimum(positions, len(subset) - 1)) == rows)
         return positions, inside
 
+    def _is_of_the_order(self, rows: Indices) -> bool:
+        """The ends tell a batch of other samples quickly; what is between them is looked up in the blocks."""
+        return len(rows) > 0 and bool(self._positions(rows[[0, -1]])[1].all())
+
     def _epoch(self, micro: MicroBatch) -> _Epoch:
         """Of the micro-batch. Two are remembered: the last batches of one are made beside the first ones of the next."""
         key = micro.seed, micro.epoch
@@ -169,12 +199,16 @@ class WindowSource:
                 found[number] = block
         return {number: found.get(number) or self._cache.get(*self._cache_entry(number, epoch)) for number in numbers}
 
-    def _read_ahead(self, numbers: list[int], epoch: _Epoch) -> None:
-        """Decodes the block that comes next, so that no batch has to wait for it.
+    def read_ahead(self, micro: MicroBatch) -> None:
+        """Decodes a block that comes after those of a micro-batch, so that no batch has to wait for it.
 
         A bad one is left to the batch that needs it: that one names its samples, and can do without them.
         """
-        newest = max(epoch.place[number] for number in numbers)
+        if self._table.blocks is None or not self._is_of_the_order(micro.rows):
+            return
+        epoch = self._epoch(micro)
+        found = np.unique(np.searchsorted(self._table.blocks, micro.rows, side="right") - 1)
+        newest = max(epoch.place.get(number, -1) for number in found.tolist())
         for number in epoch.blocks[newest + 1 : newest + 1 + READ_AHEAD].tolist():
             if number in epoch.delivered or self._shard_of(number) in self._bad:
                 continue
@@ -189,11 +223,15 @@ class WindowSource:
         assert self._table.blocks is not None
         return int(self._table.columns["shard"][self._table.blocks[block]])
 
-    def _drop_delivered(self, blocks: dict[int, _Block], parts: list[tuple[_Block, int, int]], epoch: _Epoch) -> None:
-        """Every sample comes once: a block whose samples are all delivered is not needed again."""
-        for number, (block, begin, end) in zip(blocks, parts, strict=True):
-            with self._lock:
-                block.delivered += end - begin
+    def _drop_delivered(self, blocks: dict[int, _Block], parts: list[_Part], epoch: _Epoch) -> None:
+        """Every sample comes once: a block whose samples are all delivered is not needed again.
+
+        Where others deliver some of them it is left to the cache, which drops first what nobody has asked for longest.
+        """
+        with self._lock:
+            for block, part in zip(blocks.values(), parts, strict=True):
+                block.delivered += len(part.rows)
+        for number, block in blocks.items():
             if block.delivered == len(block.rows):
                 epoch.delivered.add(number)
                 self._cache.drop((epoch.key, number))
@@ -217,9 +255,11 @@ class WindowSource:
         rows, first, count = rows[inside], first[inside], count[inside]
         keys = order.sort_keys(positions[inside])
         sorting = np.argsort(keys)
-        take, offsets = range_indices(first[sorting] - origin, count[sorting])
-        columns = {name: raw[name].take(take, mode="clip") for name in self._types}
-        return _Block(keys[sorting].tolist(), rows[sorting], count[sorting], offsets.tolist(), columns)
+        columns = take_samples(raw, first - origin, count, sorting)
+        places = np.full(len(inside), -1)
+        places[np.flatnonzero(inside)[sorting]] = np.arange(len(sorting))
+        counts = count[sorting]
+        return _Block(int(blocks[number]), places, rows[sorting], counts, offsets_of(counts), columns)
 
     def _read(self, shard: int, begin: int, end: int, last_first: int) -> tuple[dict[str, Array], int]:
         """Columns of the row groups in which samples begin, from row `begin` to `last_first`, and of more up to `end`."""
@@ -236,6 +276,8 @@ class WindowSource:
                     name: as_array([part.column(name) for part in parts], kind, name, path)
                     for name, kind in self._types.items()
                 }
+                if min(map(len, raw.values())) < end - int(starts[low]):
+                    raise UserError(f"{path} has fewer rows than it had when it was opened. Did something replace it?")
         except UserError as error:
             self._bad.add(shard)
             raise BadShard(shard, str(error)) from error
@@ -255,9 +297,25 @@ def _first_rows(file: pq.ParquetFile, group: int, num_rows: int, names: list[str
     return parts
 
 
-def _join(parts: list[tuple[_Block, int, int]], names: list[str]) -> Ragged:
-    slices = [(block, block.starts[begin], block.starts[end]) for block, begin, end in parts]
-    columns = {name: np.concatenate([block.columns[name][low:high] for block, low, high in slices]) for name in names}
-    counts = np.concatenate([block.counts[begin:end] for block, begin, end in parts])
-    rows = np.concatenate([block.rows[begin:end] for block, begin, end in parts])
+def _join(parts: list[_Part], names: list[str]) -> Ragged:
+    columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in names}
+    counts, rows = (np.concatenate([getattr(part, name) for part in parts]) for name in ("counts", "rows"))
     return Ragged(columns, offsets_of(counts), rows)
+
+
+def take_samples(columns: Mapping[str, Array], first: Indices, counts: Indices, order: Indices) -> dict[str, Array]:
+    """The rows of samples in another order, where sample i has the rows first[i] .. first[i] + counts[i]; read only.
+
+    To arrow the rows of a sample are one long value, which it copies as a whole: several times quicker than row by row.
+    """
+    bounds = np.stack([first, first + counts], 1).ravel()
+    if (np.diff(bounds) < 0).any():  # they do not lie behind one another
+        rows = range_indices(first[order], counts[order])[0]
+        return {name: column.take(rows, mode="clip") for name, column in columns.items()}
+    chosen = pa.array(2 * order)  # every other value: between two samples there may be rows of nobody
+    taken = {}
+    for name, column in columns.items():
+        buffers = [None, pa.py_buffer(bounds * column.itemsize), pa.py_buffer(np.ascontiguousarray(column))]
+        found = pa.LargeBinaryArray.from_buffers(pa.large_binary(), max(0, len(bounds) - 1), buffers).take(chosen)
+        taken[name] = np.frombuffer(found.buffers()[2], column.dtype)
+    return taken

@@ -117,9 +117,11 @@ class DirectEvents:
         return lambda seed, epoch: WindowOrder(blocks, len(subset), window, seed, epoch)
 
     def stages(self, sample_cost: int | None, quarantine: Quarantine, truth: Array | None) -> list[Stage]:
-        places = self._source.missing if isinstance(self._source, WindowSource) else None
         stages = _reading_stages(self.table, self.gather, sample_cost, quarantine, truth)
-        return [fetch_stage(places), *stages] if places and isinstance(self.path, Url) else stages
+        if not isinstance(self._source, WindowSource):
+            return stages
+        stages = [replace(stages[0], read_ahead=self._source.read_ahead), *stages[1:]]
+        return [fetch_stage(self._source.missing), *stages] if isinstance(self.path, Url) else stages
 
     def gather(self, micro: MicroBatch) -> Pulses:
         found = self._source.gather(micro)
