@@ -31,7 +31,7 @@ check: .venv/ready  ## everything but the tests
 
 bench: .venv/ready  ## every benchmark that this machine can run, one JSON line each, and what got slower than the stored ones
 	for program in $$(ls benchmarks/*.py | grep -v -e measure.py -e seed_way.py -e regress.py -e rivals.py -e doctor_recipes.py \
-		-e turns.py -e cifar_faults.py -e remote.py -e start.py -e tune.py); do \
+		-e turns.py -e cifar_faults.py -e remote.py -e start.py -e tune.py -e shuffled.py); do \
 		$(BIN)/python $$program || exit 1; done | $(BIN)/python benchmarks/regress.py
 
 lock: .venv/ready  ## resolve the newest versions into requirements.lock

@@ -42,6 +42,11 @@ from stoker.train.parallel import Ranks
 from stoker.train.run import Run
 
 FEW = 4  # processes of a machine with few cores a GPU
+PACKED = {
+    "original": PackOptions(),
+    "short side 288": PackOptions(short_side=288, quality=90),
+    "short side 256, decoded": PackOptions(short_side=256, decoded=True),
+}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -61,9 +66,9 @@ def make_folders(sample: Path | None, root: Path, times: int) -> None:
                 os.link(path, folder / f"{number}.jpg")
 
 
-def make_packed(folders: Path, out: Path, short_side: int | None, times: int) -> None:
+def make_packed(folders: Path, out: Path, options: PackOptions, times: int) -> None:
     """Packs every image once and lists it `times` times: the same work for the loader, without the copies on disk."""
-    options = PackOptions(short_side=short_side, quality=90 if short_side else None, max_per_class=1)
+    options = replace(options, max_per_class=1)
     pack(PackRequest(folders, out, options=options))
     table = open_table(out / "samples")
     assert table is not None
@@ -199,6 +204,7 @@ def training(packed: dict[str, Path], steps: int) -> None:
     cores = len(os.sched_getaffinity(0))
     ways = [(name, cores, "false") for name in packed]
     ways += [("original", FEW, "false"), ("original", FEW, "true"), ("original", cores, "true")]
+    ways += [(name, FEW, "false") for name in packed if name != "original"]
     # All at once, before memory fills: pages that a forked process shares are copied when somebody writes to them.
     made = []
     for name, processes, on_gpu in ways:
@@ -258,9 +264,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folders = Path(scratch) / "folders"
         make_folders(options.sample, folders, options.times)
-        packed = {"original": Path(scratch) / "original", "short side 288": Path(scratch) / "shrunk"}
-        make_packed(folders, packed["original"], None, options.times)
-        make_packed(folders, packed["short side 288"], 288, options.times)
+        packed = {name: Path(scratch) / name.replace(" ", "-") for name in PACKED}
+        for name, how in PACKED.items():
+            make_packed(folders, packed[name], how, options.times)
         if torch.cuda.is_available():
             # In a process of its own: what loading alone leaves in memory would be copied at every fork.
             apart = multiprocessing.get_context("spawn").Process(target=training, args=(packed, options.steps))

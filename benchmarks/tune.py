@@ -2,17 +2,24 @@
 
     python benchmarks/tune.py [--budget 240] [--cases NAME ...] [--compile]
     python benchmarks/tune.py --rates [--seeds 5] [--steps 120]
+    python benchmarks/tune.py --batch
 
 Each case twice: as its preset has it, and set badly. The grid holds precision, threads and look-ahead (with --compile also
-compilation, with a GPU also processes); every point is a trial like the tuner's. `--rates`: the rate that the tuner chooses
-against a fine grid, by the loss at the end of short trainings, over several seeds.
+compilation, with a GPU also processes); every point is a trial like the tuner's. `--rates`: the rate that the tuner chooses,
+and the one that Lightning's finder does, against a fine grid, by the loss at the end of short trainings, over several seeds;
+and what both say of labels that belong to other samples. `--batch`: what both say of the batch, and how long they take.
 """
 
 import argparse
+import dataclasses
 import itertools
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +27,11 @@ import torch
 from measure import emit, line
 
 from stoker import console
+from stoker.doctor.probe import probe_of
+from stoker.launch.targets import resolve_target
 from stoker.tune.commands import tune
 from stoker.tune.space import ladder
-from stoker.tune.trial import Ask, tried
+from stoker.tune.trial import Ask, find_tunable, tried
 
 CORES = len(os.sched_getaffinity(0))
 ON_GPU = torch.cuda.is_available()
@@ -34,6 +43,24 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "icecube, set badly": ("icecube:seed" if ON_GPU else "icecube:demo", [*EVENTS, *BAD]),
     "imagenet": ("imagenet:baseline" if ON_GPU else "imagenet:demo", IMAGES),
     "imagenet, set badly": ("imagenet:baseline" if ON_GPU else "imagenet:demo", [*IMAGES, *BAD]),
+}
+# The same two, so small that a hundred trainings take minutes.
+SMALL: dict[str, tuple[str, list[str]]] = {
+    "simulated events": (
+        "icecube:demo",
+        [
+            *EVENTS,
+            "--model.width",
+            "32",
+            "--model.pulse_layers",
+            "1",
+            "--model.dom_layers",
+            "2",
+            "--loader.batch_size",
+            "64",
+        ],
+    ),
+    "drawn images": ("imagenet:demo", [*IMAGES, "--loader.batch_size", "32", "--train.lr_batch", "null"]),
 }
 RATES = tuple(10.0**power for power in (-4, -3.5, -3.25, -3, -2.75, -2.5, -2.25, -2, -1.75, -1.5, -1.25, -1, -0.75))
 
@@ -86,33 +113,125 @@ def speed(name: str, options: argparse.Namespace) -> None:
 
 def rates(name: str, options: argparse.Namespace) -> None:
     """The mean loss of the last steps of a short training, by rate and seed; the tuner is asked for each seed."""
-    target, words = CASES[name]
-    excess = []
+    target, words = SMALL[name]
+    found: dict[str, list[float]] = {"tuner": [], "Lightning": []}
+    chosen: dict[str, list[float | None]] = {"tuner": [], "Lightning": []}
+    spent: dict[str, list[float]] = {"tuner": [], "Lightning": []}
     for seed in range(options.seeds):
         own = [*words, "--run.seed", str(seed), "--train.warmup_steps", "10", "--train.schedule", "cosine"]
         own += ["--train.steps", str(options.steps), "--train.epochs", "1000"]
-        answer = tried(Ask(target, own, {}, "rates", options.seconds * 10))
-        chosen = (answer.rates or {}).get("chosen")
-        ends = {rate: _end_of(target, own, rate, options) for rate in {*RATES, *([chosen] if chosen else [])}}
+        answers: dict[str, float | None] = {}
+        for who, ask in (("tuner", _tuner_rate), ("Lightning", _lightning_rate)):
+            begin = time.perf_counter()
+            answers[who] = ask(target, own, options)
+            spent[who].append(time.perf_counter() - begin)
+        ends = {rate: _end_of(target, own, rate, options) for rate in {*RATES, *filter(None, answers.values())}}
         best = min(ends.values())
-        excess.append(float("inf") if chosen is None else ends[chosen] / best - 1)
-    emit(
-        line(
-            "loss at the chosen rate over the best of a fine grid",
-            excess,
-            "share",
-            bar=0.02,
-            case=name,
-            rates=len(RATES),
-        )
-    )
+        for who, rate in answers.items():
+            chosen[who].append(rate)
+            found[who].append(float("inf") if rate is None else ends[rate] / best - 1)
+    for who, excess in found.items():
+        details = {"case": name, "rates": len(RATES), "steps": options.steps, "chosen": chosen[who]}
+        details["seconds"] = round(statistics.median(spent[who]), 1)
+        emit(line(f"{who}: loss at the chosen rate over the best of a fine grid", excess, "share", bar=0.02, **details))
+
+
+def shuffled_labels(options: argparse.Namespace) -> None:
+    """Numbers to learn, and labels that have nothing to do with them: nobody can say which rate is best."""
+    for who, ask in (("tuner", _tuner_rate), ("Lightning", _lightning_rate)):
+        answers = []
+        for seed in range(options.seeds):
+            os.environ["SHUFFLED_SEED"] = str(seed)
+            answers.append(ask("shuffled:loop", [], options))
+        decided = sum(answer is not None for answer in answers)
+        emit(line(f"{who}: decisions on shuffled labels", [decided], "of the seeds", seeds=options.seeds, bar=0))
+
+
+def _tuner_rate(target: str, words: list[str], options: argparse.Namespace) -> float | None:
+    answer = tried(Ask(target, words, {}, "rates", options.seconds * 10))
+    chosen = (answer.rates or {}).get("chosen")
+    return None if chosen is None else float(chosen) / float(answer.facts.get("lr_scale", 1.0))
 
 
 def _end_of(target: str, words: list[str], rate: float, options: argparse.Namespace) -> float:
-    answer = tried(Ask(target, words, {"train.lr": rate}, "learn", options.seconds * 10))
-    losses = answer.losses[: options.steps]
-    last = losses[-max(1, len(losses) // 5) :]
-    return sum(last) / len(last) if answer.ok and last else float("inf")
+    ask = Ask(target, words, {"train.lr": rate}, "learn", options.seconds * 60, steps=options.steps)
+    answer = tried(ask)
+    last = answer.losses[-max(1, len(answer.losses) // 5) :]
+    return sum(last) / len(last) if answer.ok and len(answer.losses) == options.steps else float("inf")
+
+
+def _lightning_rate(target: str, words: list[str], options: argparse.Namespace) -> float | None:
+    return _in_its_own_process("rate", target, words)
+
+
+def batches(name: str, options: argparse.Namespace) -> None:
+    target, words = SMALL[name]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "tuned.yaml"
+        found = tune(target, words, out, budget_s=options.budget, seconds=options.seconds, only=["batch"])
+    begin = time.perf_counter()
+    answer = _in_its_own_process("batch", target, words)
+    details = {"case": name, "tuner": [*found.told, *(line for one in found.decisions for line in one.lines())]}
+    details |= {"tuner_seconds": round(found.seconds, 1), "lightning_batch": answer}
+    emit(line("batch: Lightning's finder", [time.perf_counter() - begin], "s", **details))
+
+
+def _in_its_own_process(what: str, target: str, words: list[str]) -> float | None:
+    """What Lightning answers, in a process of its own as the tuner's trials are; None: nothing."""
+    program = [sys.executable, __file__, "--lightning", what, target, *words]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    answer = done.stdout.strip().splitlines()[-1:] or ["None"]
+    return None if done.returncode or answer[0] == "None" else float(answer[0])
+
+
+def lightning(what: str, target: str, words: list[str]) -> None:
+    """Lightning's finder on the very model, optimizer and batches of a target; prints its answer."""
+    import lightning
+    from lightning.pytorch.tuner import Tuner
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lr, self.batch_size = 1e-3, 2
+            self.opened = ExitStack()
+            self.probe = self.made()
+            self.model = self.probe.model
+
+        def made(self) -> Any:
+            self.opened.close()
+            if (own := find_tunable(target)) is not None:
+                return own.probe({})
+            size = ["--loader.batch_size", str(self.batch_size)] if what == "batch" else []
+            return self.opened.enter_context(probe_of(resolve_target(target, [*words, *size])))
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.probe.loss(batch)
+
+        def configure_optimizers(self) -> Any:
+            return self.probe.new_optimizer(list(self.model.parameters()), self.lr)
+
+        def train_dataloader(self) -> Any:
+            if what == "batch":  # another size is another loader; the model stays
+                self.probe = dataclasses.replace(self.made(), model=self.model)
+            return self.probe.loader
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, _: int) -> Any:
+            return batch
+
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = lightning.Trainer(max_epochs=1, accelerator="auto" if ON_GPU else "cpu", **quiet)
+    module = Module()
+    tuner = Tuner(trainer)
+    if what == "rate":
+        found = tuner.lr_find(module, num_training=100)
+        print(None if found is None else found.suggestion())
+    else:
+        print(tuner.scale_batch_size(module, mode="power", max_trials=8))
 
 
 def main() -> None:
@@ -122,15 +241,26 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", choices=list(CASES))
     parser.add_argument("--compile", action="store_true", help="also with and without torch.compile in the grid")
     parser.add_argument("--rates", action="store_true")
+    parser.add_argument("--batch", action="store_true")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=120)
     options = parser.parse_args()
     console.be_quiet()
-    for name in options.cases or [name for name in CASES if not (options.rates and "badly" in name)]:
-        (rates if options.rates else speed)(name, options)
+    if not (options.rates or options.batch):
+        for name in options.cases or CASES:
+            speed(name, options)
+        return
+    for name in options.cases or SMALL:
+        (rates if options.rates else batches)(name, options)
+    if options.rates:
+        shuffled_labels(options)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("STOKER_CACHE", tempfile.mkdtemp())
     os.environ.setdefault("XDG_STATE_HOME", tempfile.mkdtemp())
-    main()
+    os.chdir(Path(__file__).parent)  # where the loop with shuffled labels is found
+    if sys.argv[1:2] == ["--lightning"]:
+        lightning(sys.argv[2], sys.argv[3], sys.argv[4:])
+    else:
+        main()

@@ -5,6 +5,9 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import SMALL, Stoker, slow  # type: ignore[import-not-found]
 from ruamel.yaml import YAML
@@ -103,6 +106,71 @@ def test_what_was_found_is_told_and_used_on_request(stoker: Stoker, events_dir: 
     keep(config, Stored({"train.lr": 5e-4}, "of other data", 2.0, 1.0))
     code, err = train("--run.name", "changed", "--tuned")
     assert (code, "data have changed" in err) == (2, True), err
+
+
+# Memory grows with the square of a sample's length, and the machine has less than the longest take in large pieces: usual
+# steps never notice. A piece takes time of its own, so that large ones are worth having.
+HUNGRY = """
+import time
+import torch
+from torch import nn
+
+import stoker
+
+
+@stoker.config
+class Data:
+    path: str = "walks"
+
+
+@stoker.config
+class Model:
+    width: int = 8
+
+
+class Length(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.Linear(1, width)
+
+    def forward(self, batch):
+        time.sleep(0.01)
+        if batch["offsets"].diff().square().sum() > 250_000:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return torch.segment_reduce(self.layer(batch["x"][:, None]), "sum", offsets=batch["offsets"]).mean(1)
+
+
+RECIPE = stoker.Recipe(
+    name="hungry",
+    presets={"small": lambda: stoker.RunConfig(data=Data(), model=Model(), train=stoker.TrainConfig(epochs=1))},
+    open_data=lambda run, device: stoker.from_parquet(run.data.path).run_data(validation=0.1),
+    build_task=lambda run, facts: stoker.Supervised(
+        Length(run.model.width), nn.SmoothL1Loss(reduction="none"), inputs=lambda batch: batch, target="y"
+    ),
+    result_table=stoker.metrics_table,
+)
+"""
+
+
+@slow
+def test_pieces_that_only_the_largest_samples_do_not_fit_are_cut_and_survive_an_epoch(stoker: Stoker) -> None:
+    (stoker.folder / "hungry.py").write_text(HUNGRY)
+    (stoker.folder / "walks").mkdir()
+    sizes = np.where(np.arange(2000) % 60 == 0, 200, np.random.default_rng(0).integers(5, 20, 2000))
+    table = pa.table({"x": [np.ones(size, np.float32) for size in sizes], "y": sizes.astype(np.float32)})
+    pq.write_table(table, stoker.folder / "walks" / "0.parquet")
+    words = ["--loader.batch_size", "100", "--loader.micro_cost", "600", "--run.device", "cpu"]
+    found = stoker.json(
+        "tune", "hungry:RECIPE", *words, "--only", "batch", "--out", "tuned.yaml", "--seconds", "0.5", "--budget", "8m"
+    )
+    (pieces,) = (one for one in found["decisions"] if one["knob"] == "loader.micro_cost")
+    tried = [(size, said) for size, said in pieces["tried"] if "largest" in said]
+    assert tried[0] == (2400, "largest samples: out of memory")
+    chosen = found["chosen"]["loader.micro_cost"]
+    assert 600 < chosen < 2400
+    stoker("train", "tuned.yaml", "--trust", "--run.name", "epoch", "--train.log_every", "1")
+    steps = stoker.losses(stoker.folder / "runs" / "epoch")
+    assert max(steps) == 18  # of 1,800 samples
 
 
 @slow

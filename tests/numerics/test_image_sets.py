@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -19,6 +20,7 @@ from stoker.launch.build import build_run
 from stoker.launch.targets import resolve_target
 from stoker.recipes.imagenet import decoder, subset
 from stoker.recipes.imagenet.config import ImageNetData, PackOptions, size_at
+from stoker.recipes.imagenet.decode import Box, Broken, as_raw, decode, decode_crop, size_of
 from stoker.recipes.imagenet.draw import CLASSES, draw_set
 from stoker.recipes.imagenet.gpu_decode import GpuDecoder
 from stoker.recipes.imagenet.pack import pack
@@ -157,16 +159,57 @@ def test_a_pack_that_was_killed_goes_on_and_never_mixes(
     assert told["shards"] > 4
     for name, time in done.items():
         assert (tmp_path / "out" / name).stat().st_mtime_ns == time  # what was whole was not made again
-    sizes = {min(_size(content)) for contents in content_by_class(tmp_path / "out").values() for content in contents}
+    sizes = {min(size_of(content)) for contents in content_by_class(tmp_path / "out").values() for content in contents}
     assert max(sizes) <= 56  # 48, or the original where that was no larger
     with pytest.raises(UserError, match="short-side"):
         pack(PackRequest(pictures, tmp_path / "other", options=PackOptions(quality=50)))
 
 
-def _size(content: bytes) -> tuple[int, int]:
-    from stoker.recipes.imagenet.decode import size_of
+@pytest.mark.parametrize("short_side", [None, 40])
+def test_a_decoded_set_holds_the_pixels_and_says_beforehand_what_it_takes(
+    pictures: Path, tmp_path: Path, short_side: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = PackOptions(short_side=short_side, decoded=True)
+    told = pack(PackRequest(pictures, tmp_path / "out", options=options, verify=True))
+    assert told["images_verified"] == told["samples"] == 360
+    said = re.search(r"360 images take about (\S+) GB decoded", capsys.readouterr().err)
+    assert said is not None
+    assert float(said[1]) == pytest.approx(told["bytes"] / 1e9, rel=0.02)
+    images = open_images(tmp_path / "out")
+    assert images.decoded
+    by_id = {int(one): row for row, one in enumerate(images.table.columns["id"])}
+    source = open_images(pictures)
+    for row, number in list(enumerate(source.table.columns["id"]))[::40]:
+        original, stored = source.reader.read(row), images.reader.read(by_id[int(number)])
+        pixels = decode(stored)
+        assert size_of(stored) == pixels.shape[:2]
+        if short_side is None:
+            assert np.array_equal(pixels, decode(original))
+        else:
+            assert min(pixels.shape[:2]) == min(short_side, *size_of(original))
+        height, width = size_of(stored)
+        box = Box(2, 3, height - 5, width - 4)
+        assert np.array_equal(decode_crop(stored, box, height, width, 8), pixels[2 : height - 3, 3 : width - 1])
 
-    return size_of(content)
+
+def test_a_decoded_image_that_is_damaged_is_a_broken_one() -> None:
+    whole = as_raw(np.arange(24, dtype=np.uint8).reshape(2, 4, 3))
+    assert size_of(whole) == (2, 4)
+    for content in (whole[:-1], whole + b"0", whole[:10], whole[:4], b"\0RGB" + bytes(8)):
+        for look in (size_of, decode, lambda one: decode_crop(one, Box(0, 0, 1, 1), 2, 4, 1)):
+            with pytest.raises(Broken):
+                look(content)
+
+
+def test_a_decoded_set_that_does_not_fit_the_disk_is_refused_before_anything_is_written(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.recipes.imagenet.pack.free_bytes", lambda folder: 1000)
+    with pytest.raises(UserError, match=r"has room for 0\.0 GB"):
+        pack(PackRequest(pictures, tmp_path / "out", options=PackOptions(decoded=True)))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="packs pixels"):
+        pack(PackRequest(pictures, tmp_path / "out", options=PackOptions(decoded=True, quality=80)))
 
 
 def spoil(root: Path, how: str) -> None:

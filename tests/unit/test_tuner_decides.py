@@ -3,15 +3,19 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+import stoker
 from stoker.doctor.learning.facts import Arm
 from stoker.errors import UserError
+from stoker.launch.targets import resolve_target
 from stoker.tune.batch import offer_batch, tune_pieces
-from stoker.tune.commands import Tuning, _learning_rate
-from stoker.tune.rates import cautious, surely_best
+from stoker.tune.commands import Tuning, _is_fed, _learning_rate
+from stoker.tune.rates import LongArm, candidates, compare_rates, pick
 from stoker.tune.search import Line, OutOfTime, Search, agree
-from stoker.tune.space import Knob, Tunable, ladder
+from stoker.tune.space import Knob, Tunable, ladder, space_of
 from stoker.tune.trial import Answer, Ask, words_of
 
 GIB = 1 << 30
@@ -127,10 +131,13 @@ def test_pieces_that_make_the_allocator_try_again_are_cut() -> None:
     assert search.best["loader.micro_cost"] <= 500_000
 
 
-def test_a_step_that_is_whole_already_is_not_cut() -> None:
-    search = searching(lambda ask: Answer(rate=100.0, memory=memory(1000)))
+@pytest.mark.parametrize(("where", "trials"), [(memory(1000), 2), ({}, 1)])
+def test_a_step_that_is_whole_already_is_not_cut(where: dict[str, float], trials: int) -> None:
+    """And proven on the largest samples where memory is short, which it is not on a CPU."""
+    search = searching(lambda ask: Answer(rate=100.0, memory=where))
     tune_pieces(search, None, 10)
     assert search.best == {}
+    assert search.num_trials == trials
 
 
 def with_fixed_cost(ask: Ask, *, learns: bool = True) -> Answer:
@@ -182,7 +189,7 @@ def test_no_batch_is_offered_that_there_are_no_samples_for() -> None:
 
 def test_a_rate_is_written_as_its_key_is_stated() -> None:
     """Compared as the optimizer has it: four times the key, where that is for a quarter of the samples."""
-    rates = {"chosen": 0.04, "own": {"rate": 0.4}, "arms": [], "best": 0.04, "at the end": False}
+    rates = {"chosen": 0.04, "own": {"rate": 0.4}, "arms": [], "best": 0.04, "at the end": False, "steps": 100}
     search, found = searching(lambda ask: Answer(rates=rates, facts={"lr_scale": 4.0})), Tuning("target")
     _learning_rate(search, found, 0.1)
     assert search.best == {"train.lr": 0.01}
@@ -201,22 +208,83 @@ def test_what_does_not_fit_as_it_is_is_cut_into_pieces_that_do() -> None:
     assert search.best == {"loader.micro_cost": 200_000}
 
 
+@pytest.mark.parametrize(("fed", "is_fed"), [(99.0, True), (120.0, True), (90.0, False)])
+def test_a_run_that_is_as_fast_as_its_step_needs_no_other_loader(fed: float, is_fed: bool) -> None:
+    search = searching(lambda ask: Answer(rate=fed if ask.leg == "run" else 100.0))
+    said = _is_fed(search)
+    assert (said is not None) == is_fed
+    assert search.num_trials == 2
+
+
+def test_the_memory_budget_is_a_knob_where_it_holds_the_look_ahead_back() -> None:
+    config = resolve_target("icecube", ["--loader.look_ahead", "8", "--loader.ram_bytes", "100000000"]).config
+    for fits, tuned in ((100, False), (3, True)):
+        knobs = {knob.name: knob for knob in space_of(config, on_gpu=False, fixed_shapes=False, batches_that_fit=fits)}
+        assert ("loader.ram_bytes" in knobs) == tuned
+    values = knobs["loader.ram_bytes"].values
+    assert values[0] == 100_000_000
+    assert values == tuple(sorted(values))
+
+
 def arm(rate: float, gain: float, bad: str | None = None) -> Arm:
     return Arm(rate, gain, 0.01, (1.0, 1.0, 1.0), bad)
 
 
-def test_the_chosen_rate_has_a_stable_one_above_it() -> None:
-    """The last before the loss explodes wins a few steps, and loses a long run."""
-    arms = [arm(1e-4, 0.2), arm(1e-3, 0.50), arm(3e-3, 0.505), arm(1e-2, -math.inf, "head")]
-    assert cautious(arms, arms[2]).rate == 1e-3
-    arms[3] = arm(1e-2, 0.3)
-    assert cautious(arms, arms[2]).rate == 3e-3
+def test_rates_that_may_be_as_good_as_the_best_are_looked_at_for_longer_and_the_next_below() -> None:
+    arms = [
+        arm(1e-5, 0.0),
+        arm(1e-4, 0.1),
+        arm(1e-3, 0.49),
+        arm(1e-2, 0.5),
+        arm(1e-1, 0.495),
+        arm(1.0, -math.inf, "head"),
+    ]
+    assert candidates(arms) == [1e-4, 1e-3, 1e-2, 1e-1]
+    plateau = candidates([arm(10.0**-power, 0.5) for power in range(12, 0, -1)])
+    assert len(plateau) == 6
+    assert (plateau[0], plateau[-1]) == (1e-12, 1e-1)
+    assert candidates([arm(1.0, -math.inf, "head")]) == []
 
 
-def test_the_best_is_the_best_of_those_that_surely_learn() -> None:
-    noisy = Arm(1e-2, 0.9, 2.0, (1.0, 1.0, 1.0))
-    assert surely_best([arm(1e-4, 0.2), arm(1e-3, 0.5), noisy]).rate == 1e-3  # type: ignore[union-attr]
-    assert surely_best([noisy]) is None
+def falling(to: float, noise: float = 0.0) -> list[float]:
+    dice = np.random.default_rng(int(1e6 * to))
+    return (to + np.linspace(1, 0, 40).clip(0.1) + noise * dice.normal(size=40)).tolist()
+
+
+def test_the_lowest_end_wins_and_of_equals_the_smallest_rate() -> None:
+    arms = [LongArm(1e-4, falling(0.9)), LongArm(1e-3, falling(0.5)), LongArm(1e-2, falling(0.3))]
+    assert [one.rate for one in pick(arms) if one] == [1e-2, 1e-2]
+    arms.append(LongArm(3e-3, falling(0.3003)))
+    best, chosen = pick(arms)
+    assert best is not None
+    assert chosen is not None
+    assert (best.rate, chosen.rate) == (1e-2, 3e-3)
+    exploded = LongArm(1e-1, falling(0.0)[:12])
+    assert pick([*arms, exploded])[0] == best
+    assert pick([]) == (None, None)
+
+
+def probe_of(labels: torch.Tensor, inputs: torch.Tensor) -> stoker.Probe:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = list(zip(inputs.split(32), labels.split(32), strict=True))
+
+    def loss(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    return stoker.Probe(batches, lambda batch: None, model, loss=loss, optimizer=optimizer)
+
+
+def test_a_rate_is_found_by_training_and_not_where_labels_belong_to_others() -> None:
+    x = torch.randn(2048, 8, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0).long()
+    found = compare_rates(probe_of(y, x), 1.0)
+    assert 1e-3 <= found["chosen"] <= 0.3
+    ends = {arm["rate"]: arm["end"] for arm in found["arms"] if arm["end"] is not None}
+    assert ends[found["chosen"]] <= 1.02 * min(ends.values())
+    shuffled = compare_rates(probe_of(y[torch.randperm(2048, generator=torch.Generator().manual_seed(1))], x), 1.0)
+    assert shuffled["chosen"] is None
 
 
 def test_ladders_and_words() -> None:

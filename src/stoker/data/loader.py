@@ -131,6 +131,13 @@ class Loader:
                 if self._ahead is not None:
                     self._ahead.finished(made, self.plan)
 
+    def batches_that_fit(self) -> int:
+        """How many micro-batches of mean size the RAM budget holds: beyond that, look_ahead has no effect."""
+        steps = max(1, self.plan.steps_per_epoch())
+        cost = self.plan.mean_cost() * len(self.plan) / steps
+        pieces = max(1.0, cost / self.plan.micro_cost) if self.plan.micro_cost else 1.0
+        return int(self._room * pieces / max(1.0, cost * self._bytes_per_cost))
+
     def _num_bytes(self, step: Step) -> int:
         return int(step.cost * self._bytes_per_cost)
 

@@ -96,7 +96,7 @@ class Plan:
         if self.batch_size is not None:
             return -(-len(self) // self.batch_size)
         assert self.batch_cost is not None
-        return max(1, round(len(self) * self._mean_cost() / self.batch_cost))
+        return max(1, round(len(self) * self.mean_cost() / self.batch_cost))
 
     def steps(
         self, position: Position, num_epochs: int | None = None, *, rank: int = 0, num_ranks: int = 1
@@ -150,7 +150,7 @@ class Plan:
         if self.batch_size is not None:
             return self.subset.rows(order.take(start, min(start + self.batch_size, len(self))))
         assert self.batch_cost is not None
-        length = 2 + int(1.25 * self.batch_cost / max(1.0, self._mean_cost()))
+        length = 2 + int(1.25 * self.batch_cost / max(1.0, self.mean_cost()))
         while True:
             rows = self.subset.rows(order.take(start, min(start + length, len(self))))
             spent = np.cumsum(self.costs(rows))
@@ -158,7 +158,7 @@ class Plan:
                 return rows[: max(1, int(np.searchsorted(spent, self.batch_cost, side="right")))]
             length *= 2
 
-    def _mean_cost(self) -> float:
+    def mean_cost(self) -> float:
         """From a fixed sample of the subset: reading every cost would touch the whole table."""
         size = min(len(self), 4096)
         return float(self.costs(self.subset.rows(np.linspace(0, len(self) - 1, size).astype(np.int64))).mean())

@@ -14,12 +14,13 @@ from stoker.files import write_bytes
 from stoker.launch.targets import Target, resolve_target
 from stoker.tune import rates, stored
 from stoker.tune.batch import offer_batch, tune_pieces
-from stoker.tune.search import Decision, OutOfTime, Search
+from stoker.tune.search import GAIN, Decision, OutOfTime, Search
 from stoker.tune.space import STAGES, Knob, Stage, Tunable, space_of
 from stoker.tune.trial import Answer, find_tunable, words_of
 
 TURNS = 2  # of the joint proof
 LEAST_S = 10.0
+RATES_SHARE = 0.7  # of the time that is left, for the training of rates; the rest is for starting and for surprises
 # Bytes of a step, in the order of the table; what a GPU has and what the machine has.
 ON_DEVICE = (
     "weights",
@@ -30,7 +31,7 @@ ON_DEVICE = (
     "held beyond the peak",
     "headroom",
 )
-ON_HOST = ("batch", "batches made ahead", "this process", "its processes", "RAM")
+ON_HOST = ("batch", "batches made ahead", "cache", "this process", "its processes", "RAM")
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Tuning:
             "decisions": [one.as_json() for one in self.decisions],
             "told": self.told,
             "rates": self.rates,
+            "ceilings": self.before.facts.get("ceilings"),
             "memory": {"before": self.before.memory, "after": self.after.memory},
             "trials": self.trials,
             "seconds": round(self.seconds, 1),
@@ -72,7 +74,8 @@ class Tuning:
         return whole * (1 - 1 / self.ratio)
 
     def text(self) -> str:
-        parts = [line for one in self.decisions for line in one.lines()]
+        parts = [_machine(self.before.facts.get("ceilings") or {})]
+        parts += [line for one in self.decisions for line in one.lines()]
         if self.rates is not None:
             parts += ["", console.table(rates.table_of_rates(self.rates)), _rate_words(self.rates)]
         parts += ["", *self.told] if self.told else []
@@ -170,6 +173,9 @@ def _stages(
     for stage in order:
         if stage not in only:
             continue
+        if stage == "loader" and (fed := _is_fed(search)) is not None:
+            found.told.append(fed)
+            continue
         for knob in knobs:
             if knob.stage == stage:
                 search.choose(knob, _value(now, knob, facts), "run" if stage == "loader" else "resident")
@@ -190,10 +196,26 @@ def _stages(
             _learning_rate(search, found, now.get("train.lr") if target is not None else None)
 
 
+def _is_fed(search: Search) -> str | None:
+    """Whether the run is as fast as its step on batches that lie ready: then no setting of the loader gains anything."""
+    ready, fed = search.trial({}, "resident"), search.trial({}, "run")
+    if not (ready.ok and fed.ok) or fed.rate * (1 + GAIN) < ready.rate:
+        return None
+    return (
+        f"The loader was left as it is: the run has {min(1.0, fed.rate / ready.rate):.2f} of the rate of its step on "
+        f"batches that lie ready ({ready.rate:,.0f} samples/s), which is all that a loader can give."
+    )
+
+
 def _space(found: Tuning, target: Target | None) -> list[Knob]:
     assert target is not None
     facts = found.before.facts
-    return space_of(target.config, on_gpu=facts.get("device") == "cuda", fixed_shapes=bool(facts.get("fixed_shapes")))
+    return space_of(
+        target.config,
+        on_gpu=facts.get("device") == "cuda",
+        fixed_shapes=bool(facts.get("fixed_shapes")),
+        batches_that_fit=facts.get("batches_that_fit"),
+    )
 
 
 def _value(now: dict[str, Any], knob: Knob, facts: dict[str, Any]) -> Any:
@@ -206,7 +228,8 @@ def _value(now: dict[str, Any], knob: Knob, facts: dict[str, Any]) -> Any:
 
 def _learning_rate(search: Search, found: Tuning, now: float | None) -> None:
     """`now`: the key's value; None: a loop of one's own, whose rate is only told."""
-    answer = search.trial({}, "rates")
+    # It comes last and takes what is left: a rate is found by training, and the longer the better.
+    answer = search.trial({}, "rates", seconds=max(search.seconds, RATES_SHARE * search.left_s))
     if not answer.ok or answer.rates is None:
         found.told.append(f"Learning rates were not compared: {answer.error}")
         return
@@ -224,7 +247,10 @@ def _rate_words(found: dict[str, Any]) -> str:
     swept = found["range test"]["suggests"]
     second = "" if swept is None else f"The range test suggests {swept:.2e}, which has no error of its own."
     if found["chosen"] is None:
-        return f"No decision: no rate is surely better than learning nothing on {found['batches']} batches. {second}"
+        return (
+            f"No decision: after {found['steps']} steps no rate is surely better than with the labels of other samples. A "
+            f"larger --budget trains for longer. {second}"
+        )
     extended = " The best lies at the end of the range that was tried: it may be higher." if found["at the end"] else ""
     return f"Learning rate {found['chosen']:.2e}.{extended} {second}"
 
@@ -270,6 +296,20 @@ def _write(found: Tuning, words: str, overrides: list[str], target: Target | Non
 
 def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _machine(found: dict[str, Any]) -> str:
+    """What the machine can do at most, as the doctor measures it."""
+    words = [f"{rate / 1e12:.3g} TFLOP/s in {kind}" for kind, rate in found.get("products", {}).items()]
+    for key, unit, size in (
+        ("copy", "GB/s copied in its memory", 1e9),
+        ("to_device", "GB/s to the GPU", 1e9),
+        ("disk", "GB/s from disk", 1e9),
+        ("decode", "JPEG/s a thread", 1.0),
+    ):
+        if found.get(key):
+            words.append(f"{found[key] / size:,.3g} {unit}")
+    return f"This machine, at most: {', '.join(words)}."
 
 
 def _memory_table(before: dict[str, float], after: dict[str, float]) -> list[tuple[str, ...]]:

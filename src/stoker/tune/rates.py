@@ -1,84 +1,172 @@
-"""The learning rate: rates side by side from the same weights on the same batches, refined around the best of them.
+"""The learning rate: rates side by side from the same weights on the same batches, the best of them for longer.
 
-Beside it the classic range test, in which the rate grows from step to step: quick, and without any error of its own.
+A few steps tell which rates explode and which learn nothing, and not much more: whatever is large enough finds the mean of
+the labels first. So those that are as good as the best are trained for longer, with a warm-up and a rate that falls to
+nothing as in a run, and the loss at the end decides. Beside it the classic range test, in which the rate grows from step to
+step: quick, and without any error of its own.
 """
 
 import math
 import time
-from itertools import islice, pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
 
-from stoker.doctor.learning.arms import SURE, Trainer, try_rates
+from stoker.data.batch import num_bytes
+from stoker.doctor.learning.arms import SURE, Trainer, later_mean, try_rates
 from stoker.doctor.learning.facts import Arm
+from stoker.doctor.learning.labels import with_others_labels
 from stoker.doctor.legs import on_device
 from stoker.doctor.probe import Probe
 from stoker.errors import UserError
 
-GRID = tuple(10.0**power for power in np.arange(-5, -0.4, 0.5))
+GRID = tuple(10.0 ** (power / 2) for power in range(-10, 0))
 FINER = (10**-0.25, 10**0.25)  # around the best
-LEAST = 8  # batches
+FEW, LEAST_FEW = 24, 8  # batches of the first look
+SHORT_SHARE = 0.2  # of the time, for the first look
+CANDIDATES = 6  # that are trained for longer
+LONG, LEAST_LONG = 300, 24  # steps of those
+ARMS = CANDIDATES + len(FINER) + 1  # and the one with the labels of others
+KEPT_BYTES = 2 << 30  # of batches that lie ready; they come again where more are needed
+TIE = 0.005  # of the loss: what is no worse than this is as good
+CERTAIN = 3.0  # errors, by which a rate must be better than with the labels of other samples
 RANGE_STEPS = 60
 SMOOTHED = 0.9  # of the range test's loss
 
 
-def compare_rates(probe: Probe, seconds: float, most: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class LongArm:
+    """A rate that was trained for longer."""
+
+    rate: float
+    losses: list[float]  # of each batch before it was learnt from; fewer than others where it exploded
+
+    @property
+    def late(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
+        return np.array(self.losses[-max(4, len(self.losses) // 4) :])
+
+    @property
+    def end(self) -> float:
+        return float(self.late.mean())
+
+
+def compare_rates(probe: Probe, seconds: float) -> dict[str, Any]:
     """Arms, the decision, and the range test's view; within about so many seconds."""
     if probe.loss is None or probe.model is None:
         raise UserError("The probe has no loss and model: rates cannot be compared.")
-    batches = [on_device(batch, probe) for batch in islice(probe.loader, most)]
-    if len(batches) < LEAST:
-        raise UserError(f"The loader gives {len(batches)} batches; {LEAST} are needed to tell rates apart.")
+    batches = _batches(probe)
     probe.model.train()
     trainer = Trainer(probe.model, probe.loss, probe.new_optimizer)
     with trainer.put_back():
         trainer.losses(batches[:1], GRID[0])  # compilation, caches
         begin = time.perf_counter()
-        trainer.losses(batches[:1], GRID[0])
-        each = time.perf_counter() - begin
-        count = min(len(batches), max(LEAST, int(seconds / (len(GRID) + len(FINER) + 2) / max(each, 1e-6))))
-        arms, best, present = try_rates(trainer, batches[:count], probe.rate, GRID)
-        best = best or surely_best(arms)
-        if best is not None:
-            finer, _, _ = try_rates(trainer, batches[:count], None, [best.rate * step for step in FINER])
-            arms = sorted([*arms, *finer], key=lambda arm: arm.rate)
-            best = surely_best(arms)
-        chosen = None if best is None else cautious(arms, best)
-        swept = range_test(trainer, batches, probe)
+        trainer.losses(batches[:2], GRID[0])
+        each = max((time.perf_counter() - begin) / 2, 1e-6)
+        few = min(len(batches), FEW, max(LEAST_FEW, int(SHORT_SHARE * seconds / (len(GRID) + 2) / each)))
+        arms, _, present = try_rates(trainer, batches[:few], probe.rate, GRID)
+        steps = min(len(batches), max(LEAST_LONG, int((1 - SHORT_SHARE) * seconds / ARMS / each)))
+        steps = max(LEAST_LONG, steps)  # batches that come again can be learnt by heart: only where there are very few
+        longer = _longer(trainer, batches, candidates(arms), steps)
+        best, chosen = pick(longer)
+        sure = chosen is not None and _knows_its_inputs(trainer, batches, chosen)
+        swept = range_test(trainer, batches)
+    ends = {arm.rate: arm for arm in longer}
     return {
-        "arms": [_row(arm) for arm in arms],
-        "own": None if present is None else _row(present),
-        "best": None if best is None else best.rate,
-        "chosen": None if chosen is None else chosen.rate,
-        "at the end": best is not None and best is arms[-1],
+        "arms": [_row(arm, ends.pop(arm.rate, None)) for arm in arms]
+        + [_row(None, arm) for arm in ends.values()],  # those between two of the grid
+        "own": None if present is None else _row(present, None),
+        "best": best.rate if best is not None and sure else None,
+        "chosen": chosen.rate if chosen is not None and sure else None,
+        "at the end": best is not None and float(best.rate) >= max(arm.rate for arm in arms if not arm.is_bad),
         "range test": swept,
-        "batches": count,
+        "batches": few,
+        "steps": steps,
     }
 
 
-def surely_best(arms: list[Arm]) -> Arm | None:
-    """Of the rates that surely learn something, the one that learns most."""
-    sure = [arm for arm in arms if not arm.is_bad and arm.gain > SURE * arm.error]
-    return max(sure, key=lambda arm: arm.gain) if sure else None
+def _batches(probe: Probe) -> list[Any]:
+    found: list[Any] = []
+    size = 0
+    for batch in islice(probe.loader, LONG):
+        found.append(on_device(batch, probe))
+        size += num_bytes(found[-1])
+        if size > KEPT_BYTES and len(found) >= LEAST_FEW:
+            break
+    if len(found) < LEAST_FEW:
+        raise UserError(f"The loader gives {len(found)} batches; {LEAST_FEW} are needed to tell rates apart.")
+    return found
 
 
-def cautious(arms: list[Arm], best: Arm) -> Arm:
-    """The largest rate that is surely not worse than the best, and has a stable one above it.
+def candidates(arms: Sequence[Arm]) -> list[float]:
+    """Rates worth a longer look: all that may be as good as the best of a few steps, and the next below them."""
+    fit = [arm for arm in arms if not arm.is_bad]
+    if not fit:
+        return []
+    best = max(fit, key=lambda arm: arm.gain)
+    as_good = [arm for arm in fit if arm.gain >= best.gain - SURE * max(arm.error, best.error)]
+    below = [arm for arm in fit if arm.rate < as_good[0].rate]
+    found = [arm.rate for arm in (*below[-1:], *as_good)]
+    places = np.linspace(0, len(found) - 1, min(len(found), CANDIDATES)).round().astype(int)
+    return [found[place] for place in places]
 
-    What wins in a few steps is often the last rate before the loss explodes: a long run needs some distance from that.
-    """
-    as_good = [arm for arm in arms if not arm.is_bad and arm.gain >= best.gain - SURE * max(arm.error, best.error)]
-    stable = [arm for arm, above in pairwise(arms) if not above.is_bad and above.gain > 0]
-    safe = [arm for arm in as_good if arm in stable]
-    return max(safe, key=lambda arm: arm.rate) if safe else min(as_good, key=lambda arm: arm.rate)
+
+def _longer(trainer: Trainer, batches: Sequence[Any], rates: Sequence[float], steps: int) -> list[LongArm]:
+    """The candidates, and the rates on both sides of the best of them."""
+    arms = [_long_arm(trainer, batches, rate, steps) for rate in rates]
+    best, _ = pick(arms)
+    if best is not None:
+        arms += [_long_arm(trainer, batches, best.rate * factor, steps) for factor in FINER]
+    return sorted(arms, key=lambda arm: arm.rate)
 
 
-def range_test(trainer: Trainer, batches: list[Any], probe: Probe) -> dict[str, Any]:
+def _long_arm(trainer: Trainer, batches: Sequence[Any], rate: float, steps: int) -> LongArm:
+    return LongArm(rate, trainer.sweep(list(islice(cycle(batches), steps)), scheduled(rate, steps)))
+
+
+def scheduled(rate: float, steps: int) -> list[float]:
+    """A warm-up over a tenth of the steps, then a cosine down to nothing."""
+    warm = max(1, steps // 10)
+    return [rate * min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / steps)) for step in range(steps)]
+
+
+def pick(arms: Sequence[LongArm]) -> tuple[LongArm | None, LongArm | None]:
+    """The arm that ends lowest, and the smallest rate that is surely no worse: what is gained by noise is not gained."""
+    most = max((len(arm.losses) for arm in arms), default=0)
+    whole = [arm for arm in arms if arm.losses and len(arm.losses) == most and math.isfinite(arm.end)]
+    if not whole:
+        return None, None
+    best = min(whole, key=lambda arm: arm.end)
+    for arm in sorted(whole, key=lambda arm: arm.rate):
+        worse = arm.late - best.late  # of the same batches
+        error = worse.std(ddof=1) / math.sqrt(len(worse))
+        if worse.mean() <= max(min(error, 2 * TIE * abs(best.end)), TIE * abs(best.end)):
+            return best, arm
+    return best, best
+
+
+def _knows_its_inputs(trainer: Trainer, batches: Sequence[Any], arm: LongArm) -> bool:
+    """Whether it ends lower than with labels of other samples, which teach no more than how frequent each is."""
+    fresh = min(len(batches), len(arm.losses))  # what comes again is known by heart, right or wrong
+    others = [with_others_labels(batch, number) for number, batch in enumerate(batches)]
+    if any(other is None for other in others):  # nobody knows which they are: then lower than nothing learnt
+        still, _, _ = trainer.losses(batches[:fresh], None)
+        gain, error = later_mean(np.array(still) - np.array(arm.losses[:fresh]))
+        return gain > CERTAIN * error
+    control = _long_arm(trainer, others, arm.rate, len(arm.losses))
+    if len(control.losses) < len(arm.losses):
+        return False
+    gain, error = later_mean(np.array(control.losses[:fresh]) - np.array(arm.losses[:fresh]))
+    return gain > CERTAIN * error
+
+
+def range_test(trainer: Trainer, batches: Sequence[Any]) -> dict[str, Any]:
     """Losses at growing rates, and the rate at which the smoothed loss falls fastest."""
     rates = np.geomspace(GRID[0], GRID[-1], RANGE_STEPS)
-    losses = trainer.sweep([batches[number % len(batches)] for number in range(RANGE_STEPS)], rates.tolist())
-    if len(losses) < LEAST:
+    losses = trainer.sweep(list(islice(cycle(batches), RANGE_STEPS)), rates.tolist())
+    if len(losses) < LEAST_FEW:
         return {"rates": [], "losses": [], "suggests": None}
     smooth = [losses[0]]
     for loss in losses[1:]:
@@ -92,43 +180,52 @@ def range_test(trainer: Trainer, batches: list[Any], probe: Probe) -> dict[str, 
     return {"rates": rates[: len(losses)].tolist(), "losses": losses, "suggests": float(rates[int(np.argmin(slopes))])}
 
 
-def _row(arm: Arm) -> dict[str, Any]:
-    gain = arm.gain if math.isfinite(arm.gain) else None
+def _row(arm: Arm | None, longer: LongArm | None) -> dict[str, Any]:
+    gain, error = (None, None) if arm is None else (arm.gain, arm.error)
     return {
-        "rate": arm.rate,
-        "gain": gain,
-        "error": arm.error if math.isfinite(arm.error) else None,
-        "bad": arm.bad_layer,
+        "rate": arm.rate if arm is not None else longer.rate if longer is not None else None,
+        "gain": gain if gain is not None and math.isfinite(gain) else None,
+        "error": error if error is not None and math.isfinite(error) else None,
+        "bad": None if arm is None else arm.bad_layer,
+        "end": None if longer is None or not longer.losses or not math.isfinite(longer.end) else longer.end,
     }
 
 
 def table_of_rates(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("rate", "the loss falls by", "error", "")]
-    for arm in found["arms"]:
+    rows: list[tuple[str, ...]] = [("rate", "the loss falls by", "error", f"loss after {found['steps']} steps", "")]
+    for arm in sorted(found["arms"], key=lambda arm: arm["rate"]):
         words = ["best" if arm["rate"] == found["best"] else "", "chosen" if arm["rate"] == found["chosen"] else ""]
         said = f"not finite: {arm['bad']}" if arm["bad"] else ", ".join(filter(None, words))
-        number = "-" if arm["gain"] is None else f"{arm['gain']:.4g}"
-        rows.append((f"{arm['rate']:.2e}", number, "-" if arm["error"] is None else f"{arm['error']:.2g}", said))
+        numbers = [("" if arm[name] is None else f"{arm[name]:.{digits}g}") for name, digits in _DIGITS.items()]
+        rows.append((f"{arm['rate']:.2e}", *numbers, said))
     return rows
 
 
+_DIGITS = {"gain": 4, "error": 2, "end": 5}
+
+
 def draw(found: dict[str, Any], name: str, out: Any) -> None:
-    """Both views as a PNG."""
+    """All views as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4))
     arms = [arm for arm in found["arms"] if arm["gain"] is not None]
     left.errorbar(
         [a["rate"] for a in arms], [a["gain"] for a in arms], [a["error"] or 0.0 for a in arms], fmt="o", capsize=3
     )
     worst = min((a["gain"] for a in arms), default=0.0)
-    left.set(xscale="log", xlabel="learning rate", ylabel="the loss falls by", title=f"{name}: rates side by side")
+    left.set(
+        xscale="log", xlabel="learning rate", ylabel="the loss falls by", title=f"{name}: {found['batches']} steps"
+    )
     left.set_ylim(bottom=max(worst, -2 * max((abs(a["gain"]) for a in arms if a["gain"] > 0), default=1.0)))
+    longer = sorted((a["rate"], a["end"]) for a in found["arms"] if a["end"] is not None)
+    middle.plot([rate for rate, _ in longer], [end for _, end in longer], "o-")
+    middle.set(xscale="log", xlabel="learning rate", ylabel="loss at the end", title=f"{found['steps']} steps")
     if found["chosen"] is not None:
-        left.axvline(found["chosen"], linestyle="--")
+        middle.axvline(found["chosen"], linestyle="--")
     swept = found["range test"]
     right.plot(swept["rates"], swept["losses"])
     if swept["suggests"] is not None:

@@ -67,8 +67,18 @@ class Search:
     def spent_s(self) -> float:
         return time.monotonic() - self.began
 
-    def trial(self, knobs: dict[str, Any], leg: Leg, *, anew: bool = False, called: str = "") -> Answer:
-        """Of the settings so far and some others; not again what was tried, unless asked to."""
+    @property
+    def left_s(self) -> float:
+        """Of the budget, without what the proof will take."""
+        return self.budget_s - self.reserved_s - self.spent_s
+
+    def trial(
+        self, knobs: dict[str, Any], leg: Leg, *, anew: bool = False, called: str = "", seconds: float | None = None
+    ) -> Answer:
+        """Of the settings so far and some others; not again what was tried, unless asked to.
+
+        `seconds`: of the measurement, where it is not that of all others.
+        """
         settings = {**self.best, **knobs}
         key = leg, tuple(sorted((name, repr(value)) for name, value in settings.items()))
         if key in self._known and not anew:
@@ -78,7 +88,7 @@ class Search:
         begin = time.monotonic()
         given = settings if self.own is None else self.own.numbers(settings)
         left = max(LEAST_S, self.budget_s - self.spent_s)
-        answer = self.run(Ask(self.target, self.overrides, given, leg, self.seconds, self.trusted, left))
+        answer = self.run(Ask(self.target, self.overrides, given, leg, seconds or self.seconds, self.trusted, left))
         self.num_trials += 1
         took = time.monotonic() - begin
         self._shortest_s = min(self._shortest_s or took, took)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import psutil
+
 from stoker import settings
 from stoker.doctor.probe import Probe
 from stoker.errors import UserError
@@ -64,8 +66,11 @@ class Tunable:
         return {name: self.knobs[name].index(value) for name, value in knobs.items()}
 
 
-def space_of(config: Any, *, on_gpu: bool, fixed_shapes: bool) -> list[Knob]:
-    """Of a recipe's configuration: those that it has, and that this machine can use."""
+def space_of(config: Any, *, on_gpu: bool, fixed_shapes: bool, batches_that_fit: int | None = None) -> list[Knob]:
+    """Of a recipe's configuration: those that it has, and that this machine can use.
+
+    `batches_that_fit`: in the RAM budget, which is a knob only where it holds the look-ahead back.
+    """
     cores = len(os.sched_getaffinity(0))
     known = settings.kept_values(config)
     knobs = [Knob("train.precision", "step", ("bf16", "fp32")), Knob("train.compile", "step", (False, True))]
@@ -76,10 +81,18 @@ def space_of(config: Any, *, on_gpu: bool, fixed_shapes: bool) -> list[Knob]:
         Knob("data.processes", "loader", (0, *ladder(cores))),
         Knob("loader.look_ahead", "loader", AHEAD),
     ]
+    if batches_that_fit is not None and batches_that_fit < known.get("loader.look_ahead", 0):
+        knobs.append(Knob("loader.ram_bytes", "loader", _larger(known["loader.ram_bytes"])))
     if on_gpu:
         knobs.append(Knob("data.decode_on_gpu", "loader", (False, True)))
     knobs.append(Knob("data.mode", "loader", ("direct", "packed", *(("resident",) if on_gpu else ()))))
     return [knob for knob in knobs if knob.name in known]
+
+
+def _larger(num_bytes: int) -> tuple[int, ...]:
+    """Budgets up to half of what is free now."""
+    most = psutil.virtual_memory().available // 2
+    return (num_bytes, *(num_bytes * times for times in (2, 4, 8) if num_bytes * times <= most))
 
 
 def ladder(most: int) -> tuple[int, ...]:

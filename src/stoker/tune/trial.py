@@ -25,7 +25,6 @@ from stoker.errors import UserError
 Leg = Literal["resident", "run", "largest", "rates", "learn", "facts"]
 BATCHES = 6  # that a resident step rotates through
 LOSSES = 8  # steps whose losses are compared
-LEARNT = 24  # batches that learning rates are compared on
 GRACE_S = 180.0  # beyond the seconds of the measurement, at the most: imports, data, compilation
 MEMORY = ("out of memory", "OutOfMemoryError", "MemoryError", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -39,6 +38,7 @@ class Ask:
     seconds: float
     trusted: bool = False
     limit_s: float = 1e9  # after which it counts as hanging
+    steps: int | None = None  # of the leg `learn`, at the most
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ def _measured(ask: Ask) -> Answer:
         if ask.leg == "rates":
             from stoker.tune.rates import compare_rates
 
-            return Answer(facts=facts, rates=compare_rates(probe, ask.seconds, LEARNT))
+            return Answer(facts=facts, rates=compare_rates(probe, ask.seconds))
         if ask.leg == "learn":
-            return Answer(facts=facts, losses=_learnt(probe, ask.seconds))
+            return Answer(facts=facts, losses=_learnt(probe, ask))
         return _timed(probe, ask, facts)
 
 
@@ -137,15 +137,24 @@ def _opened(ask: Ask) -> Iterator[tuple[Any, dict[str, Any]]]:
     tunable = find_tunable(ask.target)
     if tunable is not None:
         probe = tunable.probe({name: tunable.knobs[name][number] for name, number in ask.knobs.items()})
-        yield probe, {"name": tunable.name, "device": probe.device.type, "has_loss": probe.loss is not None}
+        facts = {"name": tunable.name, "device": probe.device.type, "has_loss": probe.loss is not None}
+        yield probe, facts | {"ceilings": _ceilings(probe)}
         return
     target = resolve_target(ask.target, [*ask.overrides, *words_of(ask.knobs)], trusted=ask.trusted)
     with probe_of(target) as probe:
         yield probe, _facts(target, probe)
 
 
+def _ceilings(probe: Any) -> dict[str, Any]:
+    """Of the machine: measured by the first trial, and found by the others."""
+    from stoker.doctor.ceilings import ceilings
+
+    return dataclasses.asdict(ceilings(probe.device))
+
+
 def _facts(target: Any, probe: Any) -> dict[str, Any]:
-    plan = probe.loader.loader.plan
+    loader = probe.loader.loader
+    plan = loader.plan
     epochs, steps = target.config.train.epochs, target.config.train.steps
     planned = plan.steps_per_epoch() * epochs
     return {
@@ -159,6 +168,9 @@ def _facts(target: Any, probe: Any) -> dict[str, Any]:
         "optimizer": target.config.train.optimizer,
         "lr_scale": (probe.rate or target.config.train.lr) / target.config.train.lr,  # by train.lr_batch
         "has_loss": True,
+        "batches_that_fit": loader.batches_that_fit(),
+        "ram_bytes": target.config.loader.ram_bytes,
+        "ceilings": _ceilings(probe),
     }
 
 
@@ -209,7 +221,7 @@ def _losses(probe: Any, batches: list[Any]) -> list[float]:
     return found
 
 
-def _learnt(probe: Any, seconds: float) -> list[float]:
+def _learnt(probe: Any, ask: Ask) -> list[float]:
     """Losses of batches before they are learnt from, at the rate of the configuration."""
     import time
 
@@ -217,10 +229,10 @@ def _learnt(probe: Any, seconds: float) -> list[float]:
         raise UserError("The probe has no loss: what it learns cannot be compared.")
     found: list[float] = []
     begin = time.perf_counter()
-    for batch in probe.loader:
+    for batch in islice(probe.loader, ask.steps):
         found.append(float(probe.loss(batch).detach()))
         probe.step(batch)
-        if time.perf_counter() - begin > seconds:
+        if time.perf_counter() - begin > ask.seconds:
             break
     return found
 
@@ -276,6 +288,7 @@ def _memory(probe: Any, batch: Any, samples: float) -> dict[str, float]:
     if probe.settings:
         ahead = probe.settings.get("loader.look_ahead") or 0
         found |= {"batches made ahead": ahead * found["batch"], "RAM": psutil.virtual_memory().total}
+        found["cache"] = probe.data.cache_bytes if probe.data is not None else 0
     return found
 
 

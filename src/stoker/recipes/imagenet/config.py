@@ -83,6 +83,9 @@ class PackOptions:
 
     short_side: int | None = None  # shrink larger images so that their shorter side has this many pixels
     quality: int | None = None  # of shrunk images, 1 to 100; default 90
+    decoded: FlagCreatePairsOff[bool] = (
+        False  # pixels instead of JPEG: several times the disk, next to no work for the cores; best with --short-side
+    )
     keep: FlagCreatePairsOff[bool] = False  # the original bytes, which is the default
     max_classes: int | None = None  # only so many classes
     max_per_class: int | None = None  # only so many training images of each class

@@ -34,6 +34,7 @@ from stoker.recipes.imagenet.subset import choose, data_root
 
 # Host memory that a byte of JPEG needs on its way: its crop has two or three, and is copied.
 BYTES_PER_BYTE = 8.0
+BYTES_PER_PIXEL = 2.0  # where pixels are stored: the crop, and a copy of it
 THREADS_THAT_SCALE = 4  # more of them than this take turns with the interpreter: processes do not
 
 
@@ -121,7 +122,7 @@ def open_data(run: RunConfig, device: torch.device) -> RunData:
         },
         ahead=ahead,
         honours=frozenset({"order", "window"} if kind != "exact" else {"order"}),
-        bytes_per_cost=BYTES_PER_BYTE,
+        bytes_per_cost=BYTES_PER_PIXEL if chosen.images.decoded else BYTES_PER_BYTE,
         cache_bytes=processes * room_bytes(config),
         repeated=config.repeats > 1,
         paired=bool(config.mixup or config.cutmix),

@@ -2,6 +2,7 @@
 
 import io
 import math
+import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from PIL import Image, ImageFile
 
 Pixels = npt.NDArray[np.uint8]  # (height, width, 3)
 JPEG = b"\xff\xd8\xff"
+RAW = b"\0RGB"  # of a packed set with --decoded: then height, width, and the pixels as they are
+RAW_HEADER = struct.Struct("<4sII")
 SEQUENTIAL = (0xC0, 0xC1)  # markers of frames whose rows follow one another
 OTHER_FRAMES = (0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
 SCAN = 0xDA
@@ -46,7 +49,27 @@ def size_of(content: bytes) -> tuple[int, int]:
     return height, width
 
 
+def as_raw(pixels: Pixels) -> bytes:
+    """An image that nobody needs to decode."""
+    return RAW_HEADER.pack(RAW, *pixels.shape[:2]) + pixels.tobytes()
+
+
+def raw_bytes(height: int, width: int) -> int:
+    return RAW_HEADER.size + 3 * height * width
+
+
+def _raw_pixels(content: bytes) -> Pixels:
+    """A view of the content, read only."""
+    height, width = RAW_HEADER.unpack_from(content)[1:] if len(content) >= RAW_HEADER.size else (0, 0)
+    if not height * width or len(content) != raw_bytes(height, width):
+        raise Broken(f"{len(content):,} bytes are not what an image of {height:,} x {width:,} pixels takes")
+    return np.frombuffer(content, np.uint8, offset=RAW_HEADER.size).reshape(height, width, 3)
+
+
 def _stated_size(content: bytes) -> tuple[int, int]:
+    if content[:4] == RAW:
+        height, width, _ = _raw_pixels(content).shape
+        return height, width
     if content[:3] == JPEG:
         try:
             height, width, _, _ = simplejpeg.decode_jpeg_header(content, strict=False)
@@ -83,6 +106,8 @@ def decode(content: bytes, min_height: int = 0, min_width: int = 0, *, fast: boo
     Fast: colours, which JPEG keeps at half the resolution, are repeated and not interpolated, and the cosine transform is
     less exact. Nobody sees that in a photograph that is shrunk next; an image of 32 pixels has nothing to lose.
     """
+    if content[:4] == RAW:
+        return _raw_pixels(content)
     if content[:3] == JPEG:
         try:
             return _decode_jpeg(content, min_height, min_width, fast=fast)
@@ -105,6 +130,8 @@ def is_whole(content: bytes) -> bool:
 
 def decode_crop(content: bytes, box: Box, height: int, width: int, size: int) -> Pixels:
     """The pixels inside a box of an image of that height and width, enough of them to make size x size from."""
+    if content[:4] == RAW:
+        return _raw_pixels(content)[inside(box)].copy()
     # At most half the pixels are left out by a smaller scale: two of its pixels make one of ours.
     eighths = min(8, max(1, math.ceil(8 * size / min(box.height, box.width) - 1e-6)))
     tall, wide = _scaled(height, eighths), _scaled(width, eighths)

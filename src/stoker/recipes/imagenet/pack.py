@@ -1,4 +1,4 @@
-"""`stoker pack imagenet`: images in a few large shards, as they are or shrunk once, for disks that hate small files.
+"""`stoker pack imagenet`: images in a few large shards, as they are, shrunk once or decoded.
 
 A shard is the bytes of its images one after the other; the sample table beside them knows where each begins. Shards are
 written in parallel and appear only when they are whole, so a killed pack goes on where it was.
@@ -9,6 +9,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from PIL import Image
 from stoker import console
 from stoker.data import checksums
 from stoker.data.bad_samples import BadSamples
+from stoker.data.cache import free_bytes
 from stoker.data.order import ExactOrder
 from stoker.data.pack import PackRequest
 from stoker.data.ragged import Array, Indices
@@ -28,11 +30,13 @@ from stoker.errors import MachineError, UserError
 from stoker.files import file_lock, said_if_full, write_bytes, write_json
 from stoker.recipes.imagenet.broken import BrokenImages
 from stoker.recipes.imagenet.config import PackOptions
-from stoker.recipes.imagenet.decode import JPEG, Broken, decode, size_of
+from stoker.recipes.imagenet.decode import JPEG, Broken, Pixels, as_raw, decode, raw_bytes, size_of
 from stoker.recipes.imagenet.sources import LABELS, MANIFEST, VERSION, open_images, read_manifest
 from stoker.recipes.imagenet.subset import Chosen, choose_images
 
 SHARD_BYTES = 128 << 20  # of the source, in one shard
+DECODED = 8  # times the source, that pixels take at most, or about
+LOOKED_AT = 400  # images, to say how much pixels will take
 QUALITY = 90
 ASKED = "pack.json"  # what is being packed, until it is done
 
@@ -50,12 +54,14 @@ def pack(request: PackRequest) -> Mapping[str, Any]:
     # The subset and the held-out share are those of `stoker train` with its defaults.
     images = open_images(request.source, keep_damaged=options.broken == "skip")
     chosen = choose_images(images, options.max_classes, options.max_per_class, 0, 0.1)
-    shards = _shards(chosen, request.shuffled)
+    shards = _shards(chosen, request.shuffled, SHARD_BYTES // (DECODED if options.decoded else 1))
     asked = _asked(request, chosen)
     if (request.out / MANIFEST).is_file():
         if read_manifest(request.out)["plan"] != asked:
             raise UserError(f"{request.out} holds another packed set (source, size, quality, order or subset differ).")
     else:
+        if options.decoded:
+            _say_size(request, chosen, shards)
         _claim(request.out, asked)
         with said_if_full(lambda: f"{request.out} stays, with the shards that are whole, and will be used."):
             _write_shards(request, chosen, shards)
@@ -82,6 +88,8 @@ def _check(options: PackOptions) -> None:
         raise UserError(
             "--keep packs the original bytes; --short-side and --quality shrink them. Use one or the other."
         )
+    if options.decoded and (options.keep or options.quality is not None):
+        raise UserError("--decoded packs pixels; --keep and --quality are for JPEG. Use one or the other.")
     if options.short_side is None and options.quality is not None:
         raise UserError("--quality is for shrunk images: give --short-side too.")
     if options.quality is not None and not 1 <= options.quality <= 100:
@@ -122,14 +130,36 @@ def verify(request: PackRequest, chosen: Chosen, shards: list[_Shard], table: Sa
     return total
 
 
-def _shards(chosen: Chosen, shuffled: int | None) -> list[_Shard]:
-    """Images in their order, or in a random one, cut into shards of about SHARD_BYTES."""
+def _say_size(request: PackRequest, chosen: Chosen, shards: list[_Shard]) -> None:
+    """What pixels will take on disk, from the headers of some images; an error where that is more than there is."""
+    rows = np.concatenate([shard.rows for shard in shards])
+    some = rows[np.linspace(0, len(rows) - 1, min(len(rows), LOOKED_AT)).astype(np.int64)]
+    sizes = []
+    for row in some.tolist():
+        with suppress(Broken, OSError):
+            height, width = _shrunk_size(*size_of(chosen.images.reader.read(row)), request.options)
+            sizes.append(raw_bytes(height, width))
+    if not sizes:
+        return  # said image by image
+    needed, free = int(np.mean(sizes) * len(rows)), free_bytes(request.out)
+    words = f"{len(rows):,} images take about {needed / 1e9:.3g} GB decoded, by the size of {len(sizes)} of them"
+    done = sum((request.out / shard.name).stat().st_size for shard in shards if (request.out / shard.name).is_file())
+    if needed - done > free:
+        raise UserError(
+            f"{words}; {request.out} has room for {free / 1e9:,.1f} GB. Name another disk, shrink them with "
+            f"--short-side, or leave --decoded out."
+        )
+    console.say(f"{words}; {free / 1e9:,.1f} GB are free.")
+
+
+def _shards(chosen: Chosen, shuffled: int | None, shard_bytes: int) -> list[_Shard]:
+    """Images in their order, or in a random one, cut into shards of about so many bytes of the source."""
     found: list[_Shard] = []
     sizes = np.asarray(chosen.images.table.columns["count"]).astype(np.int64)
     for part, rows in enumerate((chosen.training, chosen.validation)):
         if shuffled is not None:
             rows = rows[ExactOrder(len(rows), shuffled, part).take(0, len(rows))]
-        number = (np.cumsum(sizes[rows]) - 1) // SHARD_BYTES
+        number = (np.cumsum(sizes[rows]) - 1) // shard_bytes
         for one in np.unique(number):
             name = f"{('train', 'val')[part]}-{len(found):05d}.bin"
             found.append(_Shard(name, part, rows[number == one]))
@@ -146,6 +176,7 @@ def _asked(request: PackRequest, chosen: Chosen) -> dict[str, Any]:
         "shuffled": request.shuffled,
         "max_classes": options.max_classes,
         "max_per_class": options.max_per_class,
+        **({"decoded": True} if options.decoded else {}),  # sets that are older do not say
     }
 
 
@@ -219,21 +250,30 @@ def _write_shard(
 
 
 def _encode(content: bytes, options: PackOptions) -> bytes:
-    """The bytes to store: as they are, or shrunk where the shorter side is longer than asked for."""
+    """The bytes to store: as they are, shrunk where the shorter side is longer than asked for, or pixels."""
     height, width = size_of(content)  # a broken header shows here
+    tall, wide = _shrunk_size(height, width, options)
+    if (tall, wide) == (height, width):
+        if options.decoded:
+            return as_raw(np.ascontiguousarray(decode(content)))
+        if options.short_side is None or content[:3] == JPEG:
+            return content
+        return _as_jpeg(np.ascontiguousarray(decode(content)), options)
+    # The scaled decoder leaves twice of what is needed for the good filter.
+    pixels = decode(content, 2 * tall, 2 * wide)
+    shrunk = np.asarray(Image.fromarray(pixels).resize((wide, tall), Image.Resampling.LANCZOS))
+    return as_raw(shrunk) if options.decoded else _as_jpeg(shrunk, options)
+
+
+def _shrunk_size(height: int, width: int, options: PackOptions) -> tuple[int, int]:
     if options.short_side is None or min(height, width) <= options.short_side:
-        if options.short_side is not None and content[:3] != JPEG:
-            return bytes(
-                simplejpeg.encode_jpeg(np.ascontiguousarray(decode(content)), quality=options.quality or QUALITY)
-            )
-        return content
+        return height, width
     scale = options.short_side / min(height, width)
-    tall, wide = round(height * scale), round(width * scale)
-    pixels = decode(
-        content, 2 * tall, 2 * wide
-    )  # the scaled decoder leaves twice of what is needed for the good filter
-    shrunk = Image.fromarray(pixels).resize((wide, tall), Image.Resampling.LANCZOS)
-    return bytes(simplejpeg.encode_jpeg(np.asarray(shrunk), quality=options.quality or QUALITY))
+    return round(height * scale), round(width * scale)
+
+
+def _as_jpeg(pixels: Pixels, options: PackOptions) -> bytes:
+    return bytes(simplejpeg.encode_jpeg(pixels, quality=options.quality or QUALITY))
 
 
 def _complete(out: Path, chosen: Chosen, shards: list[_Shard], asked: dict[str, Any], threads: int) -> None:

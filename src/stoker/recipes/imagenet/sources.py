@@ -67,6 +67,7 @@ class Images:
     reader: Reader
     classes: ClassMap
     has_validation: bool
+    decoded: bool = False  # what is read are pixels
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,8 @@ def _open_packed(root: Location) -> Images:
     table = open_table(root / "samples")
     if table is None:
         raise UserError(f"{root} has no sample table; the packed set is not whole. Pack it again.")
-    return Images(table, RangeReader(root, table, verification), classes, bool(np.any(table.columns["part"] == 1)))
+    has_validation, decoded = bool(np.any(table.columns["part"] == 1)), bool(manifest["plan"].get("decoded"))
+    return Images(table, RangeReader(root, table, verification), classes, has_validation, decoded)
 
 
 class FolderReader:
