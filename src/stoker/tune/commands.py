@@ -3,6 +3,7 @@
 import sys
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from stoker.tune import rates, stored
 from stoker.tune.batch import offer_batch, tune_pieces
 from stoker.tune.search import GAIN, Decision, OutOfTime, Search
 from stoker.tune.space import STAGES, Knob, Stage, Tunable, space_of
-from stoker.tune.trial import Answer, find_tunable, words_of
+from stoker.tune.trial import Answer, find_tunable, tried, words_of
 
 TURNS = 2  # of the joint proof
 LEAST_S = 10.0
@@ -118,12 +119,29 @@ def tune(
     target = None if own is not None else resolve_target(words, overrides, trusted=trusted)
     if own is not None:
         _check_own(words, overrides, only, allow_batch_change=allow_batch_change)
-    search = Search(words, overrides, seconds, budget_s, trusted, own=own)
     found = Tuning(own.name if own is not None else target.config.recipe)  # type: ignore[union-attr]
+    with console.progress("tune", int(budget_s), "seconds") as bar:
+        run = partial(tried, tick=bar.advance)
+        search = Search(words, overrides, seconds, budget_s, trusted, run=run, own=own)
+        _searched(search, found, own, target, stages, allow_batch=allow_batch_change)
+    found.chosen, found.decisions = dict(search.best), search.decisions
+    found.trials, found.seconds = search.num_trials, search.spent_s
+    _write(found, words, overrides, target, out, trusted=trusted)
+    if picture is not None and found.rates is not None:
+        rates.draw(found.rates, found.name, picture)
+    elif picture is not None:
+        found.told.append(f"{picture} was not drawn: no rates were compared.")
+    return found
+
+
+def _searched(
+    search: Search, found: Tuning, own: Tunable | None, target: Target | None, stages: list[Stage], *, allow_batch: bool
+) -> None:
+    """All stages and the proof, or as far as the budget, or somebody's patience, goes."""
     try:
         found.before = _first(search, found)
         with suppress(OutOfTime):
-            _stages(search, found, own, target, stages, allow_batch=allow_batch_change)
+            _stages(search, found, own, target, stages, allow_batch=allow_batch)
             found.ended = None
         search.reserved_s = 0.0
         _prove(search, found)
@@ -133,12 +151,6 @@ def tune(
         if not search.num_trials:
             raise
         found.ended = "Interrupted: these are the best so far, and not proven."
-    found.chosen, found.decisions = dict(search.best), search.decisions
-    found.trials, found.seconds = search.num_trials, search.spent_s
-    _write(found, words, overrides, target, out, trusted=trusted)
-    if picture is not None and found.rates is not None:
-        rates.draw(found.rates, found.name, picture)
-    return found
 
 
 def _check_own(words: str, overrides: list[str], only: list[Stage] | None, *, allow_batch_change: bool) -> None:

@@ -88,7 +88,8 @@ class Search:
         begin = time.monotonic()
         given = settings if self.own is None else self.own.numbers(settings)
         left = max(LEAST_S, self.budget_s - self.spent_s)
-        answer = self.run(Ask(self.target, self.overrides, given, leg, seconds or self.seconds, self.trusted, left))
+        ask = Ask(self.target, self.overrides, given, leg, seconds or self.seconds, self.trusted, left)
+        answer = self.run(ask)
         self.num_trials += 1
         took = time.monotonic() - begin
         self._shortest_s = min(self._shortest_s or took, took)

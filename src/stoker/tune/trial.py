@@ -6,13 +6,14 @@ memory or hangs, that is its answer.
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -58,8 +59,8 @@ class Answer:
         return self.error is None
 
 
-def tried(ask: Ask) -> Answer:
-    """Runs a trial and waits for it. Whatever it prints, its answer is in a file."""
+def tried(ask: Ask, tick: Callable[[], None] = lambda: None) -> Answer:
+    """Runs a trial and waits for it. Whatever it prints, its answer is in a file. `tick` is called every second."""
     limit = min(ask.limit_s, ask.seconds + GRACE_S)
     with tempfile.TemporaryDirectory(prefix="stoker-trial-") as folder:
         place = Path(folder) / "answer.json"
@@ -73,7 +74,7 @@ def tried(ask: Ask) -> Answer:
             start_new_session=True,
         )
         try:
-            _, err = process.communicate(json.dumps(dataclasses.asdict(ask)), timeout=limit)
+            err = _waited_for(process, json.dumps(dataclasses.asdict(ask)), limit, tick)
         except subprocess.TimeoutExpired:
             return Answer(error=f"not done after {limit:.0f} s")
         finally:
@@ -85,6 +86,17 @@ def tried(ask: Ask) -> Answer:
     last = (err.strip().splitlines() or [f"ended with {process.returncode}"])[-1]
     without_memory = process.returncode == -signal.SIGKILL or any(word in err for word in MEMORY)
     return Answer(error=last[:300], out_of_memory=without_memory)
+
+
+def _waited_for(process: "subprocess.Popen[str]", given: str | None, limit_s: float, tick: Callable[[], None]) -> str:
+    """What it said to standard error when it had ended."""
+    for _ in range(math.ceil(limit_s)):
+        try:
+            return process.communicate(given, timeout=1.0)[1]
+        except subprocess.TimeoutExpired:
+            given = None  # it has it
+            tick()
+    raise subprocess.TimeoutExpired(process.args, limit_s)
 
 
 def words_of(knobs: Mapping[str, Any]) -> list[str]:
