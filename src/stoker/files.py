@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from stoker import console
 from stoker.errors import MachineError, UserError
@@ -42,10 +42,17 @@ def new_folder(out: Path, *, force: bool, marker: str) -> Iterator[Path]:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Writes a file atomically and durably: after a power cut it holds the old content or the new, never a part."""
+    with new_file(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, that takes its place when the block ends well, atomically and durably."""
     partial = _partial_name(path, os.getpid())
     try:
         with partial.open("wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

@@ -1,6 +1,8 @@
 """How the tuner decides, with trials whose answers are known; tests/e2e/test_tune.py measures."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,14 +10,16 @@ import pytest
 import torch
 
 import stoker
+from stoker.cli.tune import tuned_words
 from stoker.doctor.learning.facts import Arm
 from stoker.errors import UserError
 from stoker.launch.targets import resolve_target
 from stoker.tune.batch import offer_batch, tune_pieces
-from stoker.tune.commands import Tuning, _is_fed, _learning_rate
+from stoker.tune.commands import Tuning, _is_fed, _learning_rate, _prove
 from stoker.tune.rates import LongArm, candidates, compare_rates, pick
 from stoker.tune.search import Line, OutOfTime, Search, agree
-from stoker.tune.space import Knob, Tunable, ladder, space_of
+from stoker.tune.space import Knob, Tunable, ladder, plain, space_of
+from stoker.tune.stored import Stored, keep, known
 from stoker.tune.trial import Answer, Ask, words_of
 
 GIB = 1 << 30
@@ -131,6 +135,80 @@ def test_pieces_that_make_the_allocator_try_again_are_cut() -> None:
     assert search.best["loader.micro_cost"] <= 500_000
 
 
+@pytest.mark.parametrize("trouble", [Answer(error="out of memory", out_of_memory=True), Answer(error="illegal access")])
+def test_pieces_that_never_stood_the_largest_samples_are_not_taken(trouble: Answer) -> None:
+    def answer(ask: Ask) -> Answer:
+        size = ask.knobs.get("loader.micro_cost", 200_000)
+        return trouble if ask.leg == "largest" else Answer(rate=size**0.5, memory=memory(size))
+
+    search = searching(answer)
+    tune_pieces(search, 200_000, 10)
+    assert search.best == {}
+    assert "no size" in search.decisions[0].why
+
+
+def test_what_was_found_of_pieces_is_told_when_the_budget_ends() -> None:
+    def answer(ask: Ask) -> Answer:
+        if ask.leg == "largest":
+            raise OutOfTime
+        return Answer(rate=float(ask.knobs.get("loader.micro_cost", 200_000)), memory=memory(1000))
+
+    search = searching(answer)
+    with pytest.raises(OutOfTime):
+        tune_pieces(search, 200_000, 10)
+    assert search.best == {}
+    assert len(search.decisions[0].tried) > 1
+
+
+@pytest.mark.parametrize(("after", "lr"), [(50.0, {}), (None, {}), (50.0, {"train.lr": 0.01})])
+def test_what_does_not_stand_the_proof_is_not_taken(after: float | None, lr: dict[str, float]) -> None:
+    found = Tuning("target", before=Answer(rate=100.0, samples=1.0))
+
+    def answer(ask: Ask) -> Answer:
+        if ask.knobs and after is None and proving:
+            return Answer(error="only once")
+        return Answer(rate=(after if proving else 200.0) if ask.knobs else 100.0, samples=1.0)  # type: ignore[arg-type]
+
+    proving = False
+    search = searching(answer)
+    search.best = {"loader.threads": 4, **lr}
+    search.trial({}, "run")
+    proving = True
+    _prove(search, found)
+    assert search.best == lr
+    assert found.ratio is None
+    assert "nothing of that is taken" in found.told[-1]
+
+
+def test_what_is_kept_are_settings_that_were_found_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    config = resolve_target("icecube", []).config
+    keep(config, Stored({"train.compile": True, "loader.batch_size": 512, "train.lr": 2e-3}, "data", 200.0, 100.0))
+    keep(config, Stored({"train.lr": 3e-4}, "data", 0.0, 0.0), {"train.lr"})
+    assert known(config) == Stored({"train.compile": True, "train.lr": 3e-4}, "data", 200.0, 100.0)
+    keep(config, Stored({}, "data", 0.0, 0.0), {"train.compile"})  # it is not faster any more
+    assert known(config) == Stored({"train.lr": 3e-4}, "data", 0.0, 0.0)
+    keep(config, Stored({"loader.threads": 1}, "others", 2.0, 1.0), {"loader.threads"})
+    assert known(config) == Stored({"loader.threads": 1}, "others", 2.0, 1.0)
+    for damaged in (
+        '{"knobs": ["a"], "fingerprint": "", "rate": 1, "before": 1}',
+        '{"knobs": {}, "fingerprint": "", "rate": "x", "before": 1}',
+    ):
+        next((tmp_path / "stoker" / "tuned").iterdir()).write_text(damaged)
+        assert known(config) is None
+
+
+def test_a_rate_is_not_taken_without_the_batch_it_belongs_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    found = Stored({"loader.batch_size": 512, "train.lr": 2e-3, "train.compile": True}, "", 2.0, 1.0)
+    keep(resolve_target("icecube", []).config, found)
+    target = resolve_target("icecube", ["--loader.batch_size", "512"])
+    keep(target.config, found)
+    assert tuned_words(target, asked=True)[0] == ["--train.compile=true"]
+    with pytest.raises(UserError, match="one process"):
+        tuned_words(target, asked=True, several=True)
+
+
 @pytest.mark.parametrize(("where", "trials"), [(memory(1000), 2), ({}, 1)])
 def test_a_step_that_is_whole_already_is_not_cut(where: dict[str, float], trials: int) -> None:
     """And proven on the largest samples where memory is short, which it is not on a CPU."""
@@ -170,6 +248,17 @@ def test_another_batch_is_taken_on_request_if_it_learns_as_much() -> None:
     told = offer_batch(search, 64, 0.1, "sgd", allowed=True)
     assert told is not None
     assert "not taken" in told
+    assert search.best == {}
+
+
+def test_another_batch_that_explodes_is_not_taken() -> None:
+    def answer(ask: Ask) -> Answer:
+        found = with_fixed_cost(ask)
+        exploded = ask.leg == "learn" and ask.knobs
+        return replace(found, losses=[*found.losses[:4], *[math.nan] * 30]) if exploded else found
+
+    search = searching(answer)
+    assert "not taken" in str(offer_batch(search, 64, 0.1, "sgd", allowed=True))
     assert search.best == {}
 
 
@@ -253,15 +342,16 @@ def falling(to: float, noise: float = 0.0) -> list[float]:
 
 def test_the_lowest_end_wins_and_of_equals_the_smallest_rate() -> None:
     arms = [LongArm(1e-4, falling(0.9)), LongArm(1e-3, falling(0.5)), LongArm(1e-2, falling(0.3))]
-    assert [one.rate for one in pick(arms) if one] == [1e-2, 1e-2]
+    assert [one.rate for one in pick(arms, 40) if one] == [1e-2, 1e-2]
     arms.append(LongArm(3e-3, falling(0.3003)))
-    best, chosen = pick(arms)
+    best, chosen = pick(arms, 40)
     assert best is not None
     assert chosen is not None
     assert (best.rate, chosen.rate) == (1e-2, 3e-3)
     exploded = LongArm(1e-1, falling(0.0)[:12])
-    assert pick([*arms, exploded])[0] == best
-    assert pick([]) == (None, None)
+    assert pick([*arms, exploded], 40)[0] == best
+    assert pick([], 40) == (None, None)
+    assert pick([exploded], 40) == (None, None)
 
 
 def probe_of(labels: torch.Tensor, inputs: torch.Tensor) -> stoker.Probe:
@@ -294,7 +384,22 @@ def test_ladders_and_words() -> None:
     assert words_of({"a.b": None, "c.d": True, "e.f": 3}) == ["--a.b=null", "--c.d=true", "--e.f=3"]
 
 
+def test_values_of_a_knob_may_be_anything() -> None:
+    values = (torch.ones(2), torch.zeros(2), 1, True)
+    own = Tunable(make=lambda kind: kind, knobs={"kind": values})
+    rates = {0: 100.0, 1: 90.0, 2: 120.0, 3: 200.0}
+    search = searching(lambda ask: Answer(rate=rates[ask.knobs.get("kind", 0)]))
+    (knob,) = own.space()
+    search.choose(knob, own.now()["kind"], "run")
+    assert plain(search.best["kind"]) is True
+    assert [said for _, said in search.decisions[0].tried] == ["100/s", "90/s", "120/s", "200/s"]
+    assert search.decisions[0].as_json()["chosen"] == "True"
+
+
 def test_a_loop_without_values_to_try_is_refused() -> None:
+    for wrong in ({1, 2}, np.array([1, 2]), "12"):
+        with pytest.raises(UserError, match="tuple or list"):
+            Tunable(make=print, knobs={"num_workers": wrong})  # type: ignore[dict-item]
     with pytest.raises(UserError, match="values to try"):
         Tunable(make=print, knobs={})
     with pytest.raises(UserError, match="num_workers"):

@@ -130,7 +130,7 @@ class Train:
         from stoker.launch import commands, targets
 
         target = targets.resolve_target(self.target, overrides, trusted=self.trust)
-        found, tuned_for = tuned_words(target, asked=self.tuned)
+        found, tuned_for = tuned_words(target, asked=self.tuned, several=(self.gpus or 1) > 1)
         if found:
             target = targets.resolve_target(self.target, [*overrides, *found], trusted=self.trust)
         if self.check:

@@ -1,5 +1,6 @@
 """`stoker tune`, and what `stoker train` knows of it."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,14 +71,17 @@ def _stages(text: str | None) -> Any:
     return named
 
 
-def tuned_words(target: Any, *, asked: bool) -> tuple[list[str], str | None]:
+def tuned_words(target: Any, *, asked: bool, several: bool = False) -> tuple[list[str], str | None]:
     """Settings that were found for this target on this machine, and the fingerprint of the data they were found for.
 
-    If they are asked for; else nothing, and a line that says they exist.
+    If they are asked for; else nothing, and a line that says they exist. `several`: processes.
     """
-    from stoker.tune.stored import known
+    from stoker import settings
+    from stoker.tune.stored import TOGETHER, known
     from stoker.tune.trial import words_of
 
+    if asked and (several or int(os.environ.get("WORLD_SIZE", "1")) > 1):
+        raise UserError("--tuned takes settings that were measured with one process; they say nothing of several.")
     found = known(target.config)
     if found is None and asked:
         raise UserError(
@@ -87,12 +91,16 @@ def tuned_words(target: Any, *, asked: bool) -> tuple[list[str], str | None]:
         return [], None
     # What somebody typed or wrote into a file is meant.
     own = {key: value for key, value in found.knobs.items() if target.origins.get(key, "").startswith(UNSAID)}
+    if found.knobs.keys() >= TOGETHER and not own.keys() >= TOGETHER:  # the rate was found for the batch
+        own = {key: value for key, value in own.items() if key not in TOGETHER}
+    now = settings.kept_values(target.config)
+    own = {key: value for key, value in own.items() if str(now.get(key)) != str(value)}
     if not asked:
-        if is_other_rank():
+        if is_other_rank() or not own:
             return [], None
         gain = f" ({found.rate / found.before:.2f} times the rate)" if found.before else ""
         console.say(f"Settings were tuned for this on this machine{gain}: --tuned takes them.")
         return [], None
     if not is_other_rank():
-        console.say("tuned: " + ", ".join(f"{key}={value}" for key, value in own.items()))
+        console.say("tuned: " + (", ".join(f"{key}={value}" for key, value in own.items()) or "as it is already"))
     return words_of(own), found.fingerprint

@@ -22,7 +22,7 @@ RECENT = 1024  # durations kept for the percentiles
 class Stage:
     name: str
     run: Callable[[Any], Any]
-    # For what comes after a micro-batch: done by whoever has nothing else to do, so that no batch waits for it.
+    # For what comes after a micro-batch: a job of its own behind that one's, so that its batch does not wait for it.
     read_ahead: Callable[[Any], None] | None = None
 
 

@@ -41,7 +41,7 @@ class _Block:
     counts: Indices
     starts: Indices  # where the rows of each sample begin, and the number of rows
     columns: Mapping[str, Array]
-    delivered: int = 0
+    delivered: npt.NDArray[np.bool_]  # of each sample
 
     @property
     def num_bytes(self) -> int:
@@ -56,10 +56,10 @@ class _Block:
         if len(places) != end - begin:  # others take part of this stretch
             places = np.sort(places)
             columns = take_samples(self.columns, self.starts[:-1], self.counts, places)
-            return _Part(columns, self.counts[places], self.rows[places])
+            return _Part(columns, self.counts[places], self.rows[places], places)
         low, high = self.starts[begin], self.starts[end]
         columns = {name: column[low:high] for name, column in self.columns.items()}
-        return _Part(columns, self.counts[begin:end], self.rows[begin:end])
+        return _Part(columns, self.counts[begin:end], self.rows[begin:end], slice(begin, end))
 
 
 class _Part(NamedTuple):
@@ -68,6 +68,7 @@ class _Part(NamedTuple):
     columns: Mapping[str, Array]
     counts: Indices
     rows: Indices
+    places: Indices | slice  # in the block
 
 
 @dataclass(frozen=True)
@@ -230,9 +231,9 @@ class WindowSource:
         """
         with self._lock:
             for block, part in zip(blocks.values(), parts, strict=True):
-                block.delivered += len(part.rows)
+                block.delivered[part.places] = True
         for number, block in blocks.items():
-            if block.delivered == len(block.rows):
+            if block.delivered.all():
                 epoch.delivered.add(number)
                 self._cache.drop((epoch.key, number))
 
@@ -259,7 +260,8 @@ class WindowSource:
         places = np.full(len(inside), -1)
         places[np.flatnonzero(inside)[sorting]] = np.arange(len(sorting))
         counts = count[sorting]
-        return _Block(int(blocks[number]), places, rows[sorting], counts, offsets_of(counts), columns)
+        delivered = np.zeros(len(sorting), bool)
+        return _Block(int(blocks[number]), places, rows[sorting], counts, offsets_of(counts), columns, delivered)
 
     def _read(self, shard: int, begin: int, end: int, last_first: int) -> tuple[dict[str, Array], int]:
         """Columns of the row groups in which samples begin, from row `begin` to `last_first`, and of more up to `end`."""

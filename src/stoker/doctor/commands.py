@@ -2,6 +2,7 @@
 each other."""
 
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
@@ -181,6 +182,11 @@ def check_outputs(*paths: Path | None) -> None:
             raise UserError(f"{path} exists, and nothing is overwritten: remove it, or name another file.")
         if path is not None and not path.parent.is_dir():
             raise UserError(f"{path} cannot be written: there is no folder {path.parent}.")
+        if path is not None:
+            try:
+                tempfile.TemporaryFile(dir=path.parent).close()
+            except OSError as error:
+                raise UserError(f"{path} cannot be written: {error.strerror}.") from error
 
 
 def draw_picture(diagnosis: Diagnosis, out: Path) -> str:

@@ -5,14 +5,15 @@ step does: it is offered with the rate that belongs to it, and taken only on req
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from stoker.tune.search import GAIN, Decision, Line, Search, said_of
 from stoker.tune.trial import Answer
 
 ROOM = 0.9  # of the GPU's memory, that a step may fill
-CUT = 0.8  # of a size that did not stand the proof
-PROOFS = 4
+CUT = 0.7  # of a size that did not stand the proof
+PROOFS = 5
 TIMES = (0.5, 2.0)  # of the batch, through which lines are drawn beside its own
 OFFERED = 1.1  # times the rate, from which another batch is worth telling
 MORE = 8  # times the batch at the most
@@ -24,21 +25,33 @@ def tune_pieces(search: Search, now: int | None, largest: int) -> None:
     whole = search.trial({}, "resident")
     if not whole.ok and not whole.out_of_memory:
         return
-    seen, best, rate = [(now, said_of(whole))], now, whole.rate if whole.ok else 0.0
-    for size in _sizes(search, whole, now, largest):
-        answer = search.trial({"loader.micro_cost": size}, "resident")
-        seen.append((size, said_of(answer)))
-        if answer.ok and answer.rate > rate * (1 + GAIN):
-            best, rate = size, answer.rate
-    why = "larger pieces are not faster" if best == now else f"{rate / max(whole.rate, 1e-9):.2f} times the rate"
-    # What a run does already is proven only where memory is short: on a CPU such a step may take minutes.
-    must_fit = best != now or "total" in whole.memory
-    proven, notes = _proven(search, best, largest) if must_fit else (best, [])
-    if proven != best:
-        why = f"{best} did not stand the largest samples"
-    if proven != now:
-        search.best["loader.micro_cost"] = proven
-    search.decisions.append(Decision("loader.micro_cost", now, proven, [*seen, *notes], why))
+    seen, chosen, why = [(now, said_of(whole))], now, "larger pieces are not faster"
+    try:
+        best, rate = now, whole.rate if whole.ok else 0.0
+        for size in _sizes(search, whole, now, largest):
+            answer = search.trial({"loader.micro_cost": size}, "resident")
+            seen.append((size, said_of(answer)))
+            if answer.ok and answer.rate > rate * (1 + GAIN):
+                best, rate = size, answer.rate
+        # What a run does already is proven only where memory is short: on a CPU such a step may take minutes.
+        if best != now or "total" in whole.memory:
+            why = "no size that was tried stood the largest samples"
+            for cut, said, stood in _proofs(search, best, largest):
+                seen.append((cut, said))
+                if stood:
+                    chosen, why = cut, _reason(now, best, cut, rate, whole)
+    finally:
+        if chosen != now:
+            search.best["loader.micro_cost"] = chosen
+        search.decisions.append(Decision("loader.micro_cost", now, chosen, seen, why))
+
+
+def _reason(now: int | None, best: int | None, chosen: int | None, rate: float, whole: Answer) -> str:
+    if chosen != best:
+        return f"{best} did not stand the largest samples"
+    if chosen == now:
+        return "larger pieces are not faster"
+    return f"{rate / whole.rate:.2f} times the rate" if whole.ok else "as it was, it did not fit"
 
 
 def _sizes(search: Search, whole: Answer, now: int | None, largest: int) -> list[int]:
@@ -61,20 +74,16 @@ def _sizes(search: Search, whole: Answer, now: int | None, largest: int) -> list
     return sorted({max(largest, min(4 * base, fits)), max(largest, min(2 * base, fits))} - {base})
 
 
-def _proven(search: Search, size: int | None, largest: int) -> tuple[int | None, list[tuple[Any, str]]]:
-    """A size that stands the costliest samples in a process of its own, without the allocator having to try again."""
-    notes: list[tuple[Any, str]] = []
+def _proofs(search: Search, size: int | None, largest: int) -> Iterator[tuple[int | None, str, bool]]:
+    """Sizes down to one that stands the costliest samples in a process of its own, without the allocator trying again."""
     for _ in range(PROOFS):
-        knobs = {} if size is None else {"loader.micro_cost": size}
-        answer = search.trial(knobs, "largest")
+        answer = search.trial({} if size is None else {"loader.micro_cost": size}, "largest")
         tight = answer.ok and answer.memory.get("retries", 0) > 0
-        notes.append((size, "largest samples: " + ("the allocator had to try again" if tight else said_of(answer))))
-        if answer.ok and not tight:
-            return size, notes
+        said = "largest samples: " + ("the allocator had to try again" if tight else said_of(answer))
+        yield size, said, answer.ok and not tight
         if not answer.out_of_memory and not tight:
-            return size, notes  # not a matter of size
+            return  # it stood, or it is not a matter of size
         size = max(largest, int(CUT * (size or 16 * largest)))
-    return size, notes
 
 
 def offer_batch(
@@ -121,7 +130,7 @@ def _learns_as_much(search: Search, now: int, size: int, knobs: dict[str, Any], 
     if not (old.ok and new.ok) or None in ends:
         return f"{words}. Whether it learns as much could not be told: not taken."
     (before, error), (after, error_2) = ends  # type: ignore[misc]
-    if after > before + 2 * math.hypot(error, error_2):
+    if not (math.isfinite(after) and after <= before + 2 * math.hypot(error, error_2)):
         return f"{words}. After as many samples its loss is {after:.4g} instead of {before:.4g}: not taken."
     search.best |= knobs
     search.decisions.append(

@@ -1,7 +1,10 @@
 """What `stoker tune` does: the stages one after the other, the whole beside what was there, and what it came to."""
 
+import signal
 import sys
-from contextlib import redirect_stdout, suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +19,7 @@ from stoker.launch.targets import Target, resolve_target
 from stoker.tune import rates, stored
 from stoker.tune.batch import offer_batch, tune_pieces
 from stoker.tune.search import GAIN, Decision, OutOfTime, Search
-from stoker.tune.space import STAGES, Knob, Stage, Tunable, space_of
+from stoker.tune.space import STAGES, Knob, Stage, Tunable, plain, space_of
 from stoker.tune.trial import Answer, find_tunable, tried, words_of
 
 TURNS = 2  # of the joint proof
@@ -54,7 +57,7 @@ class Tuning:
         return {
             "name": self.name,
             "samples_per_s": {"before": self.before.rate, "after": self.after.rate, "ratio": self.ratio},
-            "chosen": {key: _plain(value) for key, value in self.chosen.items()},
+            "chosen": {key: plain(value) for key, value in self.chosen.items()},
             "decisions": [one.as_json() for one in self.decisions],
             "told": self.told,
             "rates": self.rates,
@@ -88,7 +91,7 @@ class Tuning:
     def _sum(self) -> str:
         changes = ", ".join(f"{key}={value}" for key, value in self.chosen.items()) or "nothing to change"
         gained = f" {self.ratio:.2f} times the rate, measured in turns." if self.ratio else ""
-        saved = f" The planned run is shorter by {self.saves_s:,.0f} s." if self.saves_s else ""
+        saved = f" The planned run is shorter by {self.saves_s:,.0f} s." if (self.saves_s or 0) > 0 else ""
         early = f" {self.ended}" if self.ended else ""
         return f"{self.name}: {changes}.{gained} {self.trials} trials in {self.seconds:.0f} s.{saved}{early}"
 
@@ -114,15 +117,17 @@ def tune(
         raise UserError(
             "--picture draws learning rates into a file of its own: let --only name lr, and --out another file."
         )
+    if allow_batch_change and "batch" not in stages:
+        raise UserError("--allow-batch-change is for the stage batch, which --only leaves out.")
     with redirect_stdout(sys.stderr):  # what a module prints when it is imported is no result
         own = find_tunable(words)
     target = None if own is not None else resolve_target(words, overrides, trusted=trusted)
     if own is not None:
         _check_own(words, overrides, only, allow_batch_change=allow_batch_change)
     found = Tuning(own.name if own is not None else target.config.recipe)  # type: ignore[union-attr]
-    with console.progress("tune", int(budget_s), "seconds") as bar:
+    with console.progress("tune", int(budget_s), "seconds") as bar, _terminated_like_interrupted():
         run = partial(tried, tick=bar.advance)
-        search = Search(words, overrides, seconds, budget_s, trusted, run=run, own=own)
+        search = Search(words, overrides, seconds, budget_s, trusted, run=run)
         _searched(search, found, own, target, stages, allow_batch=allow_batch_change)
     found.chosen, found.decisions = dict(search.best), search.decisions
     found.trials, found.seconds = search.num_trials, search.spent_s
@@ -132,6 +137,23 @@ def tune(
     elif picture is not None:
         found.told.append(f"{picture} was not drawn: no rates were compared.")
     return found
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM leaves the best so far too."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _searched(
@@ -178,7 +200,7 @@ def _stages(
     search: Search, found: Tuning, own: Tunable | None, target: Target | None, only: list[Stage], *, allow_batch: bool
 ) -> None:
     knobs = own.space() if own is not None else _space(found, target)
-    now = own.now() if own is not None else settings.kept_values(target.config)  # type: ignore[union-attr]
+    now: dict[str, Any] = own.now() if own is not None else settings.kept_values(target.config)  # type: ignore[union-attr]
     facts = found.before.facts
     # What does not fit must be cut first: nothing else can be tried before.
     order = ("batch", "step", "loader", "lr") if found.before.out_of_memory else STAGES
@@ -250,6 +272,7 @@ def _learning_rate(search: Search, found: Tuning, now: float | None) -> None:
         return
     # Rates are compared as the optimizer has them; the key is stated for train.lr_batch samples.
     value = float(f"{answer.rates['chosen'] / float(answer.facts.get('lr_scale', 1.0)):.4g}")
+    now = search.best.get("train.lr", now)  # of a larger batch, if that was taken
     if abs(value / now - 1) >= 0.01:
         search.best["train.lr"] = value
         search.decisions.append(Decision("train.lr", now, value, [], "rates side by side, from the same weights"))
@@ -292,22 +315,33 @@ def _prove(search: Search, found: Tuning) -> None:
             ledger.record("tune", found.name, predicted.rate / found.before.rate, found.ratio)
     elif new_ones and not old:
         found.told.append("As it was it does not run; with these settings it does.")
+    if not new_ones or (found.ratio is not None and found.ratio <= 1):
+        _take_back(search, found, new_ones)
+
+
+def _take_back(search: Search, found: Tuning, new_ones: list[Answer]) -> None:
+    """What does not stand the proof is not taken; a rate that belongs to a larger batch goes with it."""
+    words = ", ".join(f"{key}={value}" for key, value in search.best.items() if key != "train.lr")
+    failed = f"{found.ratio:.2f} times the rate" if new_ones else "a run that fails"
+    found.told.append(f"The proof gave {failed} with {words}: nothing of that is taken.")
+    kept = {} if "loader.batch_size" in search.best else {"train.lr": search.best.get("train.lr")}
+    search.best = {key: value for key, value in kept.items() if value is not None}
+    found.after, found.ratio = found.before, None
 
 
 def _write(found: Tuning, words: str, overrides: list[str], target: Target | None, out: Path, *, trusted: bool) -> None:
     if target is None:
-        write_bytes(out, settings.plain_yaml({key: _plain(value) for key, value in found.chosen.items()}).encode())
+        write_bytes(out, settings.plain_yaml({key: plain(value) for key, value in found.chosen.items()}).encode())
         return
     tuned = resolve_target(words, [*overrides, *words_of(found.chosen)], trusted=trusted)
     write_bytes(out, settings.as_yaml(tuned.config).encode())
-    if found.chosen and (found.ratio is not None or found.chosen.keys() == {"train.lr"}):
+    decided = {one.knob for one in found.decisions}
+    speeds = found.chosen.keys() - {"train.lr"}
+    if decided and (found.ratio is not None or not speeds):  # what is faster was proven
         fingerprint = str(found.before.facts.get("fingerprint", ""))
+        gain = (found.after.rate, found.before.rate) if found.ratio is not None else (0.0, 0.0)
         with suppress(OSError):
-            stored.keep(target.config, stored.Stored(found.chosen, fingerprint, found.after.rate, found.before.rate))
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+            stored.keep(target.config, stored.Stored(found.chosen, fingerprint, *gain), decided)
 
 
 def _machine(found: dict[str, Any]) -> str:

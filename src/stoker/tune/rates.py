@@ -70,7 +70,7 @@ def compare_rates(probe: Probe, seconds: float) -> dict[str, Any]:
         steps = min(len(batches), max(LEAST_LONG, int((1 - SHORT_SHARE) * seconds / ARMS / each)))
         steps = max(LEAST_LONG, steps)  # batches that come again can be learnt by heart: only where there are very few
         longer = _longer(trainer, batches, candidates(arms), steps)
-        best, chosen = pick(longer)
+        best, chosen = pick(longer, steps)
         sure = chosen is not None and _knows_its_inputs(trainer, batches, chosen)
         swept = range_test(trainer, batches)
     ends = {arm.rate: arm for arm in longer}
@@ -116,7 +116,7 @@ def candidates(arms: Sequence[Arm]) -> list[float]:
 def _longer(trainer: Trainer, batches: Sequence[Any], rates: Sequence[float], steps: int) -> list[LongArm]:
     """The candidates, and the rates on both sides of the best of them."""
     arms = [_long_arm(trainer, batches, rate, steps) for rate in rates]
-    best, _ = pick(arms)
+    best, _ = pick(arms, steps)
     if best is not None:
         arms += [_long_arm(trainer, batches, best.rate * factor, steps) for factor in FINER]
     return sorted(arms, key=lambda arm: arm.rate)
@@ -132,10 +132,9 @@ def scheduled(rate: float, steps: int) -> list[float]:
     return [rate * min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / steps)) for step in range(steps)]
 
 
-def pick(arms: Sequence[LongArm]) -> tuple[LongArm | None, LongArm | None]:
+def pick(arms: Sequence[LongArm], steps: int) -> tuple[LongArm | None, LongArm | None]:
     """The arm that ends lowest, and the smallest rate that is surely no worse: what is gained by noise is not gained."""
-    most = max((len(arm.losses) for arm in arms), default=0)
-    whole = [arm for arm in arms if arm.losses and len(arm.losses) == most and math.isfinite(arm.end)]
+    whole = [arm for arm in arms if len(arm.losses) == steps and math.isfinite(arm.end)]
     if not whole:
         return None, None
     best = min(whole, key=lambda arm: arm.end)

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from stoker import console
-from stoker.tune.space import Knob, Tunable
+from stoker.tune.space import Choice, Knob, plain
 from stoker.tune.trial import Answer, Ask, Leg, tried
 
 GAIN = 0.03  # of the rate, from which another value is worth having
 AGREE, ERRORS = 0.01, 3.0  # losses differ by at most this share, or so many standard errors of their difference
 LEAST_S = 10.0  # that a trial gets, however little is left
+SHARE = 0.5  # of the time that is left, which one trial may take: the others are still to come
 LONGER = 1.5  # times the shortest trial so far: what the next is expected to take
 
 
@@ -31,9 +32,7 @@ class Decision:
     why: str
 
     def as_json(self) -> dict[str, Any]:
-        """Values of a loop of one's own may be anything."""
-        shown = [value if isinstance(value, str | int | float | bool | None) else str(value) for value, _ in self.tried]
-        tried = [[value, said] for value, (_, said) in zip(shown, self.tried, strict=True)]
+        tried = [[plain(value), said] for value, said in self.tried]
         return {**vars(self), "before": str(self.before), "chosen": str(self.chosen), "tried": tried}
 
     def lines(self) -> list[str]:
@@ -54,7 +53,6 @@ class Search:
     budget_s: float
     trusted: bool = False
     run: Callable[[Ask], Answer] = tried
-    own: Tunable | None = None  # what is tuned, if it is no recipe
     best: dict[str, Any] = field(default_factory=dict)  # settings that were taken
     decisions: list[Decision] = field(default_factory=list)
     num_trials: int = 0
@@ -83,11 +81,13 @@ class Search:
         key = leg, tuple(sorted((name, repr(value)) for name, value in settings.items()))
         if key in self._known and not anew:
             return self._known[key]
-        if self.num_trials and self.spent_s + LONGER * self._shortest_s > self.budget_s - self.reserved_s:
+        if self.num_trials and LONGER * self._shortest_s > self.left_s:
             raise OutOfTime
         begin = time.monotonic()
-        given = settings if self.own is None else self.own.numbers(settings)
-        left = max(LEAST_S, self.budget_s - self.spent_s)
+        # A trial is another process: of values that may be anything it is told the number.
+        given = {name: value.number if isinstance(value, Choice) else value for name, value in settings.items()}
+        left = self.left_s if leg == "rates" or not self.num_trials else SHARE * self.left_s
+        left = max(LEAST_S, left)
         ask = Ask(self.target, self.overrides, given, leg, seconds or self.seconds, self.trusted, left)
         answer = self.run(ask)
         self.num_trials += 1

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import psutil
@@ -24,6 +24,23 @@ class Knob:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """One of the values of somebody's knob, which may be anything: told apart by its place among them."""
+
+    number: int
+    value: Any = field(compare=False)
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+def plain(value: Any) -> Any:
+    """As JSON and YAML have it."""
+    value = value.value if isinstance(value, Choice) else value
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+@dataclass(frozen=True)
 class Tunable:
     """A loop of one's own: `make(**knobs)` gives a Probe, whose loader and step are made with them.
 
@@ -39,7 +56,12 @@ class Tunable:
     def __post_init__(self) -> None:
         if not callable(self.make):
             raise UserError(f"The make of a Tunable is a {type(self.make).__name__}, and must be a function.")
-        empty = [name for name, values in self.knobs.items() if not values]
+        for name, values in self.knobs.items():
+            if not isinstance(values, tuple | list | range):
+                raise UserError(
+                    f"The values of {name} are a {type(values).__name__}, and must be a tuple or list, today's value first."
+                )
+        empty = [name for name, values in self.knobs.items() if not len(values)]
         if not self.knobs or empty:
             raise UserError(
                 f"A Tunable needs values to try: knobs={{'num_workers': (0, 1, 2)}}, say. "
@@ -47,23 +69,20 @@ class Tunable:
             )
 
     def space(self) -> list[Knob]:
-        return [
-            Knob(name, "loader" if name in self.loader else "step", tuple(values))
-            for name, values in self.knobs.items()
-        ]
+        return [Knob(name, "loader" if name in self.loader else "step", self._choices(name)) for name in self.knobs]
 
-    def now(self) -> dict[str, Any]:
-        return {name: values[0] for name, values in self.knobs.items()}
+    def now(self) -> dict[str, Choice]:
+        return {name: self._choices(name)[0] for name in self.knobs}
 
-    def probe(self, knobs: Mapping[str, Any]) -> Probe:
-        made = self.make(**{**self.now(), **knobs})
+    def _choices(self, name: str) -> tuple[Choice, ...]:
+        return tuple(Choice(number, value) for number, value in enumerate(self.knobs[name]))
+
+    def probe(self, numbers: Mapping[str, int]) -> Probe:
+        """With these of its values, and the first of all others."""
+        made = self.make(**{name: values[numbers.get(name, 0)] for name, values in self.knobs.items()})
         if not isinstance(made, Probe):
             raise UserError(f"The make of {self.name} gives a {type(made).__name__}, and must give a stoker.Probe.")
         return made
-
-    def numbers(self, knobs: Mapping[str, Any]) -> dict[str, int]:
-        """Which of its values these are: they may be anything, and a trial is another process."""
-        return {name: self.knobs[name].index(value) for name, value in knobs.items()}
 
 
 def space_of(config: Any, *, on_gpu: bool, fixed_shapes: bool, batches_that_fit: int | None = None) -> list[Knob]:

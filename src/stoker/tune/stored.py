@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ class Stored:
     before: float
 
 
+TOGETHER = frozenset({"loader.batch_size", "train.lr"})  # the rate of one batch is none of another
 # Keys that a tuning decides, or that have nothing to do with what it found.
 LEFT_OUT = (
     "run.", "log.", "loader.threads", "loader.look_ahead", "loader.micro_cost", "loader.ram_bytes", "data.processes",
@@ -33,7 +35,8 @@ def key_of(config: Any) -> str:
     """Of a resolved configuration on this machine: all but its data, which must be opened to be known."""
     values = {name: str(value) for name, value in settings.kept_values(config).items() if not _is_left_out(name)}
     versions = {name: value for name, value in package_versions().items() if name in ("torch", "stoker")}
-    whole = [gpu_names(), len(os.sched_getaffinity(0)), cpu_name(), os.environ.get("WORLD_SIZE", "1"), values, versions]
+    gpus = [] if config.run.device == "cpu" else gpu_names()
+    whole = [gpus, len(os.sched_getaffinity(0)), cpu_name(), values, versions]
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -45,10 +48,15 @@ def _path(key: str) -> Path:
     return ledger_path().parent / "tuned" / f"{key}.json"
 
 
-def keep(config: Any, found: Stored) -> None:
+def keep(config: Any, found: Stored, decided: Collection[str] = ()) -> None:
+    """`decided`: the keys that were tried. What is kept of others stays, if it is for the same data."""
     before = known(config)
-    if before is not None and before.fingerprint == found.fingerprint:  # what another stage found stays
-        found = replace(found, knobs={**before.knobs, **found.knobs})
+    if before is not None and before.fingerprint == found.fingerprint:
+        dead = {*decided, *(TOGETHER if TOGETHER & {*decided} else ())}
+        others = {key: value for key, value in before.knobs.items() if key not in dead}
+        if others.keys() - {"train.lr"} and not found.rate:  # the gain is theirs
+            found = replace(found, rate=before.rate, before=before.before)
+        found = replace(found, knobs={**others, **found.knobs})
     path = _path(key_of(config))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(found))
@@ -57,6 +65,8 @@ def keep(config: Any, found: Stored) -> None:
 def known(config: Any) -> Stored | None:
     """What was found for this configuration on this machine, if it can be read."""
     try:
-        return Stored(**json.loads(_path(key_of(config)).read_text()))
+        found = Stored(**json.loads(_path(key_of(config)).read_text()))
     except (OSError, ValueError, TypeError):
         return None
+    whole = isinstance(found.knobs, dict) and isinstance(found.fingerprint, str)
+    return found if whole and all(isinstance(one, int | float) for one in (found.rate, found.before)) else None

@@ -62,41 +62,47 @@ class Answer:
 def tried(ask: Ask, tick: Callable[[], None] = lambda: None) -> Answer:
     """Runs a trial and waits for it. Whatever it prints, its answer is in a file. `tick` is called every second."""
     limit = min(ask.limit_s, ask.seconds + GRACE_S)
-    with tempfile.TemporaryDirectory(prefix="stoker-trial-") as folder:
-        place = Path(folder) / "answer.json"
+    with tempfile.TemporaryDirectory(prefix="stoker-trial-", ignore_cleanup_errors=True) as folder:
+        place, said = Path(folder) / "answer.json", Path(folder) / "said.txt"
         # A session of its own, so that it ends with all that it started; and it ends by itself if we do.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "stoker.tune.trial", str(place)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        with said.open("w") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "stoker.tune.trial", str(place)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=err,
+                text=True,
+                start_new_session=True,
+                env={**os.environ, "TMPDIR": folder},  # whatever it leaves there goes with it
+            )
         try:
-            err = _waited_for(process, json.dumps(dataclasses.asdict(ask)), limit, tick)
-        except subprocess.TimeoutExpired:
-            return Answer(error=f"not done after {limit:.0f} s")
+            ended = _has_ended(process, json.dumps(dataclasses.asdict(ask)), limit, tick)
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         with suppress(OSError, ValueError, TypeError):
             return Answer(**json.loads(place.read_text()))
-    last = (err.strip().splitlines() or [f"ended with {process.returncode}"])[-1]
-    without_memory = process.returncode == -signal.SIGKILL or any(word in err for word in MEMORY)
+        if not ended:
+            return Answer(error=f"not done after {limit:.0f} s")
+        words = said.read_text(errors="replace")
+    last = (words.strip().splitlines() or [f"ended with {process.returncode}"])[-1]
+    without_memory = process.returncode == -signal.SIGKILL or any(word in words for word in MEMORY)
     return Answer(error=last[:300], out_of_memory=without_memory)
 
 
-def _waited_for(process: "subprocess.Popen[str]", given: str | None, limit_s: float, tick: Callable[[], None]) -> str:
-    """What it said to standard error when it had ended."""
+def _has_ended(process: "subprocess.Popen[str]", given: str, limit_s: float, tick: Callable[[], None]) -> bool:
+    """Within the limit; what it started itself may go on for longer."""
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as stdin:
+        stdin.write(given)
     for _ in range(math.ceil(limit_s)):
         try:
-            return process.communicate(given, timeout=1.0)[1]
+            process.wait(1.0)
+            return True
         except subprocess.TimeoutExpired:
-            given = None  # it has it
             tick()
-    raise subprocess.TimeoutExpired(process.args, limit_s)
+    return False
 
 
 def words_of(knobs: Mapping[str, Any]) -> list[str]:
@@ -148,7 +154,8 @@ def _opened(ask: Ask) -> Iterator[tuple[Any, dict[str, Any]]]:
 
     tunable = find_tunable(ask.target)
     if tunable is not None:
-        probe = tunable.probe({name: tunable.knobs[name][number] for name, number in ask.knobs.items()})
+        _same_chance()  # every trial begins with the same weights
+        probe = tunable.probe(ask.knobs)
         facts = {"name": tunable.name, "device": probe.device.type, "has_loss": probe.loss is not None}
         yield probe, facts | {"ceilings": _ceilings(probe)}
         return
@@ -221,11 +228,23 @@ def _timed(probe: Any, ask: Ask, facts: dict[str, Any]) -> Answer:
     return Answer(rate, step_s, samples, losses, _memory(probe, batches[0], samples), facts)
 
 
+def _same_chance() -> None:
+    import random
+
+    import numpy as np
+    import torch
+
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002 (what loops of others use)
+    random.seed(0)
+
+
 def _losses(probe: Any, batches: list[Any]) -> list[float]:
     """Of a few steps in a row: settings of the step must not change them by more than they round."""
     if probe.loss is None:
         return []
     found = []
+    _same_chance()
     for number in range(LOSSES):
         batch = batches[number % len(batches)]
         found.append(float(probe.loss(batch).detach()))

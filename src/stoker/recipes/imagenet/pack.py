@@ -7,12 +7,13 @@ written in parallel and appear only when they are whole, so a killed pack goes o
 import io
 import json
 import zlib
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import simplejpeg
@@ -27,7 +28,7 @@ from stoker.data.pack import PackRequest
 from stoker.data.ragged import Array, Indices
 from stoker.data.samples import SampleTable, new_table
 from stoker.errors import MachineError, UserError
-from stoker.files import file_lock, said_if_full, write_bytes, write_json
+from stoker.files import file_lock, new_file, said_if_full, write_bytes, write_json
 from stoker.recipes.imagenet.broken import BrokenImages
 from stoker.recipes.imagenet.config import PackOptions
 from stoker.recipes.imagenet.decode import JPEG, Broken, Pixels, as_raw, decode, raw_bytes, size_of
@@ -36,9 +37,13 @@ from stoker.recipes.imagenet.subset import Chosen, choose_images
 
 SHARD_BYTES = 128 << 20  # of the source, in one shard
 DECODED = 8  # times the source, that pixels take at most, or about
+AHEAD = 64  # images that threads encode before they are written
 LOOKED_AT = 400  # images, to say how much pixels will take
 QUALITY = 90
 ASKED = "pack.json"  # what is being packed, until it is done
+
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -176,8 +181,13 @@ def _asked(request: PackRequest, chosen: Chosen) -> dict[str, Any]:
         "shuffled": request.shuffled,
         "max_classes": options.max_classes,
         "max_per_class": options.max_per_class,
-        **({"decoded": True} if options.decoded else {}),  # sets that are older do not say
+        **({"decoded": True} if _gives_pixels(request, chosen) else {}),  # sets that are older do not say
     }
+
+
+def _gives_pixels(request: PackRequest, chosen: Chosen) -> bool:
+    options: PackOptions = request.options
+    return options.decoded or (chosen.images.decoded and options.short_side is None)
 
 
 def _claim(out: Path, asked: dict[str, Any]) -> None:
@@ -228,15 +238,15 @@ def _write_shard(
         except OSError as error:  # not the image's fault: a pack without it would look whole
             raise MachineError(f"{reader.name(row)} cannot be read: {error}. Run the same command to go on.") from error
 
-    rows, counts, crcs, contents = [], [], [], []
-    for row, content in zip(shard.rows.tolist(), pool.map(encoded, shard.rows.tolist()), strict=True):
-        bar.advance()
-        if content is not None:
-            rows.append(row)
-            counts.append(len(content))
-            crcs.append(zlib.crc32(content))
-            contents.append(content)
-    write_bytes(request.out / shard.name, b"".join(contents))
+    rows, counts, crcs = [], [], []
+    with new_file(request.out / shard.name) as file:
+        for row, content in zip(shard.rows.tolist(), _in_order(pool, encoded, shard.rows.tolist()), strict=True):
+            bar.advance()
+            if content is not None:
+                rows.append(row)
+                counts.append(len(content))
+                crcs.append(zlib.crc32(content))
+                file.write(content)
     first = np.concatenate([[0], np.cumsum(counts)[:-1]]) if counts else np.zeros(0)
     index: dict[str, Array] = {
         "row": np.array(rows, np.int64),
@@ -247,6 +257,17 @@ def _write_shard(
     sink = io.BytesIO()
     np.savez(sink, **index)  # type: ignore[arg-type]
     write_bytes(_index_path(request.out, shard), sink.getvalue())
+
+
+def _in_order(pool: ThreadPoolExecutor, work: Callable[[int], R], rows: list[int]) -> Iterator[R]:
+    """Results as they are needed, a few made ahead: images that are decoded are large."""
+    ahead: deque[Future[R]] = deque()
+    for row in rows:
+        ahead.append(pool.submit(work, row))
+        if len(ahead) > AHEAD:
+            yield ahead.popleft().result()
+    while ahead:
+        yield ahead.popleft().result()
 
 
 def _encode(content: bytes, options: PackOptions) -> bytes:

@@ -25,6 +25,7 @@ from stoker.recipes.imagenet.config import ImageNetData
 from stoker.recipes.imagenet.crops import centre_crop
 from stoker.recipes.imagenet.decode import Broken, decode_crop, size_of
 from stoker.recipes.imagenet.resize import MEAN, STD
+from stoker.recipes.imagenet.sources import MANIFEST
 from stoker.recipes.imagenet.subset import choose
 from stoker.recipes.imagenet.tars import ENDINGS
 from stoker.train import parallel
@@ -123,6 +124,11 @@ def find_images(source: Location) -> list[Location]:
         return [source]
     if not is_folder(source):
         raise UserError(f"There is no image and no folder {source}.")
+    if is_file(source / MANIFEST):
+        raise UserError(
+            f"{source} is a packed set, and predictions are made of image files and folders of them. `stoker evaluate` "
+            f"judges the validation images of a run."
+        )
     found = [source / name for name, _ in walk(source) if name.lower().endswith(ENDINGS)]
     if not found:
         raise UserError(f"{source} holds no images (looked for {', '.join(ENDINGS)}).")
