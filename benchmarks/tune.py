@@ -129,11 +129,21 @@ def rates(name: str, options: argparse.Namespace) -> None:
         best = min(ends.values())
         for who, rate in answers.items():
             chosen[who].append(rate)
-            found[who].append(float("inf") if rate is None else ends[rate] / best - 1)
+            if rate is not None:
+                found[who].append(ends[rate] / best - 1)
     for who, excess in found.items():
-        details = {"case": name, "rates": len(RATES), "steps": options.steps, "chosen": chosen[who]}
+        details = {
+            "case": name,
+            "rates": len(RATES),
+            "steps": options.steps,
+            "seeds": options.seeds,
+            "chosen": chosen[who],
+        }
         details["seconds"] = round(statistics.median(spent[who]), 1)
-        emit(line(f"{who}: loss at the chosen rate over the best of a fine grid", excess, "share", bar=0.02, **details))
+        emit(line(f"{who}: decisions on a rate", [len(excess)], "of the seeds", **details))
+        if excess:
+            name_of = f"{who}: loss at the chosen rate over the best of a fine grid"
+            emit(line(name_of, excess, "share", bar=0.02, worst=round(max(excess), 4), **details))
 
 
 def shuffled_labels(options: argparse.Namespace) -> None:
@@ -180,8 +190,10 @@ def _in_its_own_process(what: str, target: str, words: list[str]) -> float | Non
     """What Lightning answers, in a process of its own as the tuner's trials are; None: nothing."""
     program = [sys.executable, __file__, "--lightning", what, target, *words]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
-    answer = done.stdout.strip().splitlines()[-1:] or ["None"]
-    return None if done.returncode or answer[0] == "None" else float(answer[0])
+    if done.returncode:
+        raise SystemExit(f"Lightning failed: {done.stderr[-1000:]}")
+    answer = done.stdout.strip().splitlines()[-1]
+    return None if answer == "None" else float(answer)
 
 
 def lightning(what: str, target: str, words: list[str]) -> None:
@@ -213,7 +225,8 @@ def lightning(what: str, target: str, words: list[str]) -> None:
         def train_dataloader(self) -> Any:
             if what == "batch":  # another size is another loader; the model stays
                 self.probe = dataclasses.replace(self.made(), model=self.model)
-            return self.probe.loader
+            loader = self.probe.loader  # a list would be taken for several loaders
+            return torch.utils.data.DataLoader(loader, batch_size=None) if isinstance(loader, list) else loader
 
         def transfer_batch_to_device(self, batch: Any, device: Any, _: int) -> Any:
             return batch

@@ -133,17 +133,13 @@ def scheduled(rate: float, steps: int) -> list[float]:
 
 
 def pick(arms: Sequence[LongArm], steps: int) -> tuple[LongArm | None, LongArm | None]:
-    """The arm that ends lowest, and the smallest rate that is surely no worse: what is gained by noise is not gained."""
+    """The arm that ends lowest, and the smallest rate that is as good."""
     whole = [arm for arm in arms if len(arm.losses) == steps and math.isfinite(arm.end)]
     if not whole:
         return None, None
     best = min(whole, key=lambda arm: arm.end)
-    for arm in sorted(whole, key=lambda arm: arm.rate):
-        worse = arm.late - best.late  # of the same batches
-        error = worse.std(ddof=1) / math.sqrt(len(worse))
-        if worse.mean() <= max(min(error, 2 * TIE * abs(best.end)), TIE * abs(best.end)):
-            return best, arm
-    return best, best
+    as_good = [arm for arm in whole if arm.end <= best.end + TIE * abs(best.end)]
+    return best, min(as_good, key=lambda arm: arm.rate)
 
 
 def _knows_its_inputs(trainer: Trainer, batches: Sequence[Any], arm: LongArm) -> bool:
