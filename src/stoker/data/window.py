@@ -47,19 +47,21 @@ class _Block:
     def num_bytes(self) -> int:
         return sum(column.nbytes for column in self.columns.values()) + 32 * len(self.rows)
 
-    def part(self, rows: Indices) -> "_Part | None":
-        """These samples, in the order of delivery; None: some of them are not here."""
-        places = self.places[rows - self.first]
+    def places_of(self, rows: Indices) -> Indices:
+        """Where these rows of the table stand here; -1 where they do not."""
+        return self.places[rows - self.first]
+
+    def slice(self, places: Indices) -> "_Part":
+        """Samples that follow one another, in the order of delivery."""
         begin, end = int(places.min()), int(places.max()) + 1
-        if begin < 0:
-            return None
-        if len(places) != end - begin:  # others take part of this stretch
-            places = np.sort(places)
-            columns = take_samples(self.columns, self.starts[:-1], self.counts, places)
-            return _Part(columns, self.counts[places], self.rows[places], places)
         low, high = self.starts[begin], self.starts[end]
         columns = {name: column[low:high] for name, column in self.columns.items()}
-        return _Part(columns, self.counts[begin:end], self.rows[begin:end], slice(begin, end))
+        return _Part(columns, self.counts[begin:end], self.rows[begin:end])
+
+    def chosen(self, places: Indices) -> "_Part":
+        """Samples from anywhere in the block, in the order asked for."""
+        columns = take_samples(self.columns, self.starts[:-1], self.counts, places)
+        return _Part(columns, self.counts[places], self.rows[places])
 
 
 class _Part(NamedTuple):
@@ -68,7 +70,6 @@ class _Part(NamedTuple):
     columns: Mapping[str, Array]
     counts: Indices
     rows: Indices
-    places: Indices | slice  # in the block
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class WindowSource:
         self._lock = threading.Lock()
 
     def gather(self, micro: MicroBatch) -> Ragged:
-        """These samples, in an order of our own."""
+        """These samples, in an order of our own: that of delivery, or where others take some of them that of storage."""
         rows = np.sort(micro.rows)
         if self._table.blocks is None or not self._is_of_the_order(rows):
             return self._anywhere.gather(micro)
@@ -116,15 +117,20 @@ class WindowSource:
         if not epoch.place.keys() >= set(numbers):
             return self._anywhere.gather(micro)
         blocks = self._blocks(numbers, epoch)
-        parts = [
-            part
+        places = [
+            block.places_of(rows[begin:end])
             for block, (begin, end) in zip(blocks.values(), pairwise(borders), strict=True)
-            if (part := block.part(rows[begin:end])) is not None
         ]
-        if len(parts) < len(blocks):
+        if min(int(some.min()) for some in places) < 0:
             return self._anywhere.gather(micro)
+        # Others may take part of this stretch; then samples are taken out one by one, in the order of storage.
+        alone = all(int(some.max()) - int(some.min()) + 1 == len(some) for some in places)
+        parts = [
+            block.slice(some) if alone else block.chosen(some)
+            for block, some in zip(blocks.values(), places, strict=True)
+        ]
         joined = _join(parts, list(self._types))
-        self._drop_delivered(blocks, parts, epoch)
+        self._drop_delivered(blocks, places, epoch)
         return joined
 
     def files_of(self, rows: Indices) -> str:
@@ -224,14 +230,14 @@ class WindowSource:
         assert self._table.blocks is not None
         return int(self._table.columns["shard"][self._table.blocks[block]])
 
-    def _drop_delivered(self, blocks: dict[int, _Block], parts: list[_Part], epoch: _Epoch) -> None:
+    def _drop_delivered(self, blocks: dict[int, _Block], places: list[Indices], epoch: _Epoch) -> None:
         """Every sample comes once: a block whose samples are all delivered is not needed again.
 
         Where others deliver some of them it is left to the cache, which drops first what nobody has asked for longest.
         """
         with self._lock:
-            for block, part in zip(blocks.values(), parts, strict=True):
-                block.delivered[part.places] = True
+            for block, some in zip(blocks.values(), places, strict=True):
+                block.delivered[some] = True
         for number, block in blocks.items():
             if block.delivered.all():
                 epoch.delivered.add(number)
