@@ -5,6 +5,7 @@ memory or hangs, that is its answer.
 """
 
 import dataclasses
+import getpass
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from typing import Any, Literal
 
 from stoker.data.processes import die_with_parent
 from stoker.errors import UserError
+from stoker.runs.environment import gpu_names
 
 Leg = Literal["resident", "run", "largest", "rates", "learn", "facts"]
 BATCHES = 6  # that a resident step rotates through
@@ -73,7 +75,7 @@ def tried(ask: Ask, tick: Callable[[], None] = lambda: None) -> Answer:
                 stderr=err,
                 text=True,
                 start_new_session=True,
-                env={**os.environ, "TMPDIR": folder},  # whatever it leaves there goes with it
+                env=_environment(folder),
             )
         try:
             ended = _has_ended(process, json.dumps(dataclasses.asdict(ask)), limit, tick)
@@ -89,6 +91,13 @@ def tried(ask: Ask, tick: Callable[[], None] = lambda: None) -> Answer:
     last = (words.strip().splitlines() or [f"ended with {process.returncode}"])[-1]
     without_memory = process.returncode == -signal.SIGKILL or any(word in words for word in MEMORY)
     return Answer(error=last[:300], out_of_memory=without_memory)
+
+
+def _environment(folder: str) -> dict[str, str]:
+    """Whatever a trial leaves among temporary files goes with it, but what it compiled for a CPU: the next ones need it."""
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"  # where torch keeps it
+    kept = {} if gpu_names() else {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+    return {**kept, **os.environ, "TMPDIR": folder}
 
 
 def _has_ended(process: "subprocess.Popen[str]", given: str, limit_s: float, tick: Callable[[], None]) -> bool:
