@@ -112,6 +112,14 @@ def test_ranks_and_pieces_of_a_step_take_their_samples_from_blocks_that_are_deco
     assert len(set(decoded)) == len(decoded)
 
 
+def test_a_sample_that_is_asked_for_twice_comes_twice(small_groups: Path) -> None:
+    data = opened(small_groups, LoaderConfig(batch_size=50, window=80, threads=1))
+    order = data.order(0, 0).take(0, 3)
+    rows = np.sort(data.training.rows(order))[[0, 0, 2]]
+    pulses = data.stages[0].run(MicroBatch(rows, 0, 0))
+    assert pulses.ragged.rows.tolist() == rows.tolist()
+
+
 def test_samples_are_taken_as_wholes_wherever_they_lie() -> None:
     columns = {
         "a": np.arange(20, dtype=np.int32),

@@ -124,7 +124,7 @@ class WindowSource:
         if min(int(some.min()) for some in places) < 0:
             return self._anywhere.gather(micro)
         # Others may take part of this stretch; then samples are taken out one by one, in the order of storage.
-        alone = all(int(some.max()) - int(some.min()) + 1 == len(some) for some in places)
+        alone = all(int(some.max()) - int(some.min()) + 1 == len(some) for some in places) and (np.diff(rows) > 0).all()
         parts = [
             block.slice(some) if alone else block.chosen(some)
             for block, some in zip(blocks.values(), places, strict=True)
