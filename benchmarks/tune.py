@@ -251,7 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--budget", type=float, default=300.0)
     parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--cases", nargs="*", choices=list(CASES))
+    parser.add_argument("--cases", nargs="*", choices=[*CASES, *SMALL])
     parser.add_argument("--compile", action="store_true", help="also with and without torch.compile in the grid")
     parser.add_argument("--rates", action="store_true")
     parser.add_argument("--batch", action="store_true")

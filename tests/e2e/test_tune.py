@@ -79,7 +79,19 @@ def test_what_exists_and_what_makes_no_sense_is_refused(stoker: Stoker, loop: st
 def test_rates_of_a_recipe_are_compared_and_written(stoker: Stoker, events_dir: Path) -> None:
     words = [*SMALL, "--data.path", events_dir, "--train.steps", "4"]
     found = stoker.json(
-        "tune", "icecube", *words, "--out", "tuned.yaml", "--only", "lr", "--seconds", "0.5", "--picture", "rates.png"
+        "tune",
+        "icecube",
+        *words,
+        "--out",
+        "tuned.yaml",
+        "--only",
+        "lr",
+        "--seconds",
+        "0.5",
+        "--picture",
+        "rates.png",
+        "--budget",
+        "40s",
     )
     assert found["rates"]["batches"] >= 8
     config = YAML(typ="safe").load((stoker.folder / "tuned.yaml").read_text())
