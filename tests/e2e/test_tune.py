@@ -180,8 +180,8 @@ def test_pieces_that_only_the_largest_samples_do_not_fit_are_cut_and_survive_an_
     assert tried[0] == (2400, "largest samples: out of memory")
     chosen = found["chosen"]["loader.micro_cost"]
     assert 600 < chosen < 2400
-    stoker("train", "tuned.yaml", "--trust", "--run.name", "epoch", "--train.log_every", "1")
-    steps = stoker.losses(stoker.folder / "runs" / "epoch")
+    stoker("train", "tuned.yaml", "--trust", "--train.log_every", "1")
+    steps = stoker.losses(stoker.only_run())
     assert max(steps) == 18  # of 1,800 samples
 
 
