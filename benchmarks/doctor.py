@@ -16,6 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def one(name: str, seconds: float, *, cure: bool = True) -> dict[str, Any]:
 
     from stoker.doctor.measure import measure
     from stoker.doctor.rules import diagnose
+    from stoker.doctor.rules.step import better_times
     from stoker.doctor.waterfall import waterfall
 
     torch.set_num_threads(1)
@@ -59,20 +61,34 @@ def one(name: str, seconds: float, *, cure: bool = True) -> dict[str, Any]:
     if first is not None:
         result["evidence"] = [first.sentence, *first.evidence, first.change]
     if cure and case.rule is not None and first is not None and first.factor is not None:
-        result["measured"] = cured(case.make, seconds)
+        times = better_times(found) if first.rule == "batch" else 1
+        result["measured"] = cured(case.make, seconds, times)
     return result
 
 
-def cured(make: Callable[[bool], Any], seconds: float) -> float:
-    """Rate without the fault over that with it, in turns, each with a loader of its own that is gone before the next."""
+def cured(make: Callable[[bool], Any], seconds: float, times: int) -> float:
+    """Rate without the fault over that with it, in turns, each with a loader of its own that is gone before the next.
+
+    `times`: the batch is the fault, and is to become so many times as large.
+    """
     rates: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(ROUNDS):
         for wrong in (True, False):
-            probe = make(wrong)
+            probe = make(wrong) if times == 1 or wrong else with_larger_batches(make(True), times)
             rates[wrong].append(rate_of(probe, seconds))
             del probe
             gc.collect()
     return max(rates[False]) / max(rates[True])
+
+
+def with_larger_batches(probe: Any, times: int) -> Any:
+    """What the doctor asked for: as many batches of the loader as it said, put together beforehand."""
+    from torch.utils.data import default_collate
+
+    batches = list(probe.loader)
+    parts = [batches[first : first + times] for first in range(0, len(batches) - times + 1, times)]
+    whole = [[field.flatten(0, 1) for field in default_collate(part)] for part in parts]
+    return replace(probe, loader=whole)
 
 
 def is_right(result: dict[str, Any]) -> bool:

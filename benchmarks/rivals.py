@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from measure import emit, line
 from torch.utils.data import IterableDataset
 
 PLANTED = Path(__file__).parents[1] / "tests" / "faults"
@@ -23,12 +24,13 @@ SECONDS, LEAST, MOST = 5.0, 30, 2000
 # Which of its verdicts name the right leg for which of our rules. It has no others.
 LEGS = {
     "INPUT-BOUND": {
-        "workers-zero", "workers-few", "workers-many", "fetch-latency", "cold-storage", "shuffle", "collate", "preparation",
-        "loader", "epoch-gap", "prefetch-memory",
+        "workers-zero", "workers-few", "workers-many", "fetch-latency", "fetch-bandwidth", "cold-storage", "shuffle",
+        "collate", "preparation", "loader", "epoch-gap", "prefetch-memory",
     },
     "RESIDUAL-HEAVY": {"logging", "checkpoint"},
     "COMPUTE-BOUND": {"host", "optimizer", "recompile", "padding", "precision", "batch", "attention", None},
     "BALANCED": {None},
+    "NO CLEAR PERFORMANCE BOTTLENECK": {None},
 }  # fmt: skip
 
 
@@ -95,17 +97,19 @@ def main() -> None:
     sys.path.insert(0, str(PLANTED))
     from planted.table import CASES
 
-    right = total = 0
+    results = []
     for case in CASES:
         if case.gpu or (options.only and case.name not in options.only):
             continue
         found = verdict_of(options.traceml, case.name)
         name = (found.get("verdict") or "").split("(")[0].strip()
         found["right_leg"] = case.rule in LEGS.get(name, set())
-        right, total = right + found["right_leg"], total + 1
-        print(json.dumps({"case": case.name, "expected": case.rule, **found}), flush=True)
+        results.append({"case": case.name, "expected": case.rule, **found})
+        print(json.dumps(results[-1]), flush=True)
         print(f"{case.name:28} {case.rule or 'healthy':16} {found.get('verdict')}", file=sys.stderr)
-    print(json.dumps({"name": "TraceML: the right leg", "value": right, "of": total}))
+    right = sum(one["right_leg"] for one in results)
+    unknown = sum("INSUFFICIENT" in (one.get("verdict") or "INSUFFICIENT") for one in results)
+    emit(line("TraceML: the right leg", [right], "cases", of=len(results), not_measured=unknown, cases=results))
 
 
 if __name__ == "__main__":

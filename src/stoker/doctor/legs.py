@@ -39,7 +39,9 @@ KEPT = 6  # batches that the resident step rotates through
 LEAST_STEPS, MOST_STEPS = 6, 400
 ROUNDS = 2  # in which the run and the resident step take turns
 TOGETHER_S = 0.2  # steps of so long are waited for together on a GPU: waiting for each would hold the host up
-IN_A_ROW = 4  # steps of one kind, before those of the other
+IN_A_ROW, SETTLE = 9, 3  # steps of one kind before those of the other; the first of them do not count
+PATIENCE = 4  # times the seconds of a leg, for what lay ready to be used up
+COMPILES = 5.0  # times the step in the middle: no step takes so long that finds its graph
 MOST_MORE = 1.25  # times the share of a traced step, that lines have of one that is not
 AT_MOST = 0.2  # of free memory, for larger batches
 NOTHING = object()  # what a loader without batches gives: a batch may be None
@@ -144,8 +146,14 @@ def _in_turns(probe: Probe, found: Measured, kept: Kept, source: "Endless", seco
     found.resident_cpu_s = cpu / max(1, len(residents))
     found.graphs, found.reasons = num_graphs() - graphs, tuple(dict.fromkeys(reasons))[:3]
     if found.graphs:
-        found.graphs_s = max(0.0, found.run.mean - found.wait_s - float(np.median(residents)))
+        found.graphs_s = max(0.0, found.run.mean - found.wait_s - _without_compiling(residents))
     found.grown_bytes = growth(after, memory)
+
+
+def _without_compiling(steps: list[float]) -> float:
+    """Seconds of a step among which a few waited for a graph."""
+    calm = [spent for spent in steps if spent < COMPILES * np.median(steps)]
+    return float(np.mean(calm))
 
 
 def seconds_of_lines(probe: Probe, kept: Kept, places: dict[Place, str], seconds: float) -> dict[str, float]:
@@ -179,7 +187,7 @@ def warm_up(probe: Probe, batch: Any) -> None:
 def _skip_what_lay_ready(probe: Probe, source: "Endless", found: Measured, seconds: float) -> None:
     """Batches that were made ahead before anybody computed say nothing about what the loader can keep up."""
     ahead = found.loader.made_ahead
-    deadline = time.perf_counter() + seconds
+    deadline = time.perf_counter() + PATIENCE * seconds
     for _ in range(min(ahead, MOST_STEPS)):
         batch = source.take()
         if batch is NOTHING or time.perf_counter() > deadline:
@@ -314,8 +322,8 @@ def with_more_samples(probe: Probe, found: Measured, kept: Kept, seconds: float)
 def in_turns(one: Probe, batches: list[Any], other: Probe, others: list[Any], seconds: float) -> tuple[float, float]:
     """Seconds of a step of both, in the middle. What else the machine does falls on both.
 
-    Of a few steps in a row the first finds the caches full of the other's, and does not count; a GPU is waited for after
-    the last of them, since in a run the host is ahead of it.
+    Of a few steps in a row the first find the caches full of the other's, and do not count; a GPU is waited for after the
+    last of them, since in a run the host is ahead of it.
     """
     spent: tuple[list[float], list[float]] = ([], [])
     begin = time.perf_counter()
@@ -326,10 +334,11 @@ def in_turns(one: Probe, batches: list[Any], other: Probe, others: list[Any], se
 
 
 def _in_a_row(probe: Probe, batches: list[Any]) -> list[float]:
-    probe.step(batches[0])
+    for batch in batches[:SETTLE]:
+        probe.step(batch)
     synchronise(probe)
     times, before = [], time.perf_counter()
-    for batch in batches[1:]:
+    for batch in batches[SETTLE:]:
         probe.step(batch)
         times.append(time.perf_counter())
     synchronise(probe)

@@ -8,7 +8,7 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from stoker.data.batch import map_tensors
 from stoker.doctor import legs
-from stoker.doctor.loaders import apart, fetch
+from stoker.doctor.loaders import LOOKED_AT, apart, fetch
 from stoker.doctor.looks import largest, used_length
 from stoker.doctor.measured import Measured
 from stoker.doctor.probe import Probe
@@ -54,12 +54,53 @@ def neighbours(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -
     _try_loader(probe, found, "shuffle", anew(loader, loader.num_workers, batches), seconds)
 
 
-def anew(loader: Any, count: int, batches: Any = None) -> "DataLoader[Any] | None":
+def workers_that_stay(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
+    """The same workers, which outlive an epoch."""
+    if found.loader.workers and not found.loader.persistent:
+        _try_loader(probe, found, "epoch-gap", anew(probe.loader, found.loader.workers), seconds)
+
+
+class Remembered(Dataset[Any]):
+    """Samples that were read before."""
+
+    def __init__(self, samples: Sequence[Any]) -> None:
+        self._samples = samples
+
+    def __getitem__(self, row: int) -> Any:
+        return self._samples[row % len(self._samples)]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+
+def storage_beside(rule: str) -> Trial:
+    """Samples that come from memory, through the same workers: what a store that takes no time would give."""
+
+    def run(probe: Probe, found: Measured, kept: legs.Kept, seconds: float) -> None:
+        loader, split, count = probe.loader, found.split, found.loader.workers or 0
+        if anew(loader, count) is None or split is None:
+            return
+        assert isinstance(loader, DataLoader)
+        with torch.random.fork_rng(devices=[]):
+            rows = list(next(iter(loader.batch_sampler)))  # type: ignore[arg-type]
+        samples = Remembered(fetch(apart(loader.dataset), rows[:LOOKED_AT]))
+        batches = [range(len(rows))] * legs.MOST_STEPS
+        _try_loader(probe, found, rule, anew(loader, count, batches, samples), seconds)
+        # What reading computes, such as decoding, is not the store's, and stays.
+        if count:
+            found.tried[rule] = max(found.tried[rule], split.busy_s / min(count, found.cores))
+        else:
+            found.tried[rule] += split.cpu_s
+
+    return run
+
+
+def anew(loader: Any, count: int, batches: Any = None, dataset: Any = None) -> "DataLoader[Any] | None":
     """The same batches, or others, by so many workers; None: it is no DataLoader that can be made anew."""
     if type(loader) is not DataLoader or loader.batch_sampler is None:
         return None
     return DataLoader(
-        loader.dataset,
+        dataset or loader.dataset,
         batch_sampler=batches or loader.batch_sampler,
         num_workers=count,
         collate_fn=loader.collate_fn,
@@ -241,6 +282,8 @@ def _note(found: Measured, rule: str, ratio: float) -> None:
 
 TRIALS: dict[str, Trial] = {
     **{name: workers(name) for name in ("workers-zero", "workers-few", "workers-many", "fetch-latency")},
+    **{name: storage_beside(name) for name in ("fetch-bandwidth", "cold-storage")},
+    "epoch-gap": workers_that_stay,
     "shuffle": neighbours,
     "batch": larger_batch,
     "padding": without_padding,

@@ -340,7 +340,7 @@ def epoch_gap(found: Measured) -> Finding | None:
     evidence = (
         f"{found.epoch_steps or 'few'} steps an epoch; workers outlive it: {'yes' if found.loader.persistent else 'no'}",
     )
-    factor, low, high = predicted(found, found.run.mean - found.gap_s)
+    factor, low, high = predicted(found, found.tried.get("epoch-gap", found.run.mean - found.gap_s))
     return Finding("epoch-gap", share, sentence, change, evidence, factor, low, high)
 
 
