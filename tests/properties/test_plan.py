@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data.order import ExactOrder, Order, StorageOrder, WindowOrder
+from stoker.data.order import ExactOrder, Order, StorageOrder, WindowOrder, rising
 from stoker.data.plan import Plan, Position
 from stoker.data.ragged import offsets_of
 from stoker.data.samples import RangeSubset, SampleTable, whole
@@ -123,6 +123,12 @@ def test_a_window_order_is_a_permutation_that_can_be_taken_from_anywhere(
     assert np.array_equal(fresh.take(start, stop), whole_epoch[start:stop])
     keys = fresh.sort_keys(whole_epoch)
     assert (np.diff(keys) > 0).all()
+
+
+@given(st.lists(st.integers(-3, 2**63 - 1) | st.integers(0, 9)))
+def test_numbers_rise_in_the_order_of_a_stable_sort(numbers: list[int]) -> None:
+    keys = np.array(numbers, np.int64)
+    assert rising(keys).tolist() == np.argsort(keys, kind="stable").tolist()
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), min_size=1, max_size=10))

@@ -149,7 +149,7 @@ class WindowOrder:
             begin = low + int(early.sum())
             mine = ~early & (keys < (number + 1) * self.window)
             sequence, keys = sequence[mine], keys[mine]
-            self._chunks[number] = begin, self._samples(sequence[np.argsort(keys, kind="stable")])
+            self._chunks[number] = begin, self._samples(sequence)[rising(keys)]
             while len(self._chunks) > 3:
                 self._chunks.popitem(last=False)
         return self._chunks[number]
@@ -160,6 +160,14 @@ class WindowOrder:
     def _samples(self, sequence: Indices) -> Indices:
         block = np.searchsorted(self._offsets, sequence, side="right") - 1
         return np.asarray(self._starts[block] + (sequence - self._offsets[block]))
+
+
+def rising(keys: Indices) -> Indices:
+    """The stable order in which whole numbers rise: those that carry their own place are sorted several times quicker."""
+    bits = max(1, (len(keys) - 1).bit_length())
+    if not len(keys) or keys.min() < 0 or int(keys.max()) >> (63 - bits):
+        return np.argsort(keys, kind="stable")
+    return np.sort((keys.astype(np.int64, copy=False) << bits) | np.arange(len(keys))) & ((1 << bits) - 1)
 
 
 def hashed(values: Words) -> Words:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.data.order import Order
+from stoker.data.order import Order, rising
 from stoker.data.ragged import Indices
 from stoker.data.samples import SampleTable, Subset
 
@@ -140,7 +140,7 @@ class Plan:
         for number, cost in enumerate(spent):
             mine = np.flatnonzero(bins == number)
             # In the order of storage: the same sum of gradients, and reads that only go forward.
-            mine = mine[np.argsort(step.rows[mine], kind="stable")]
+            mine = mine[rising(step.rows[mine])]
             copies = occurrences(step.rows)[mine] if self.repeated else None
             partners = _partners(pair[mine]) if self.paired else None
             dealt.append(MicroBatch(step.rows[mine], step.before.seed, step.before.epoch, int(cost), copies, partners))

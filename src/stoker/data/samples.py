@@ -188,6 +188,8 @@ class RangeSubset:
         return int(self.offsets[-1])
 
     def rows(self, positions: Indices) -> Indices:
+        if len(self.starts) == 1:  # nearly always, and asked for in every step
+            return np.asarray(self.starts[0] + positions)
         which = np.searchsorted(self.offsets, positions, side="right") - 1
         return np.asarray(self.starts[which] + (positions - self.offsets[which]))
 

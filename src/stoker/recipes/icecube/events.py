@@ -11,6 +11,7 @@ import pyarrow as pa
 from stoker import console
 from stoker.data.bad_samples import BadShard
 from stoker.data.locations import Location, is_file
+from stoker.data.order import rising
 from stoker.data.pack import Packing, ShardContent
 from stoker.data.parquet import ParquetSource, as_array, named_if_damaged, open_parquet
 from stoker.data.ragged import Array, Indices, Ragged, offsets_of, range_indices, sample_of_element
@@ -83,11 +84,7 @@ def packed_bytes(table: SampleTable) -> int:
 
 def group_by_dom(sensor: Array, event: Indices) -> tuple[Indices, npt.NDArray[np.bool_]]:
     """Order that sorts pulses by event and DOM, keeping their order in time, and marks of each DOM's first pulse."""
-    group = event * MOST_SENSORS + sensor
-    # Sorting one integer that carries its own index is quicker than a stable argsort.
-    bits = max(1, int(len(group) - 1).bit_length())
-    keyed = np.sort((group << bits) | np.arange(len(group)))
-    order = keyed & ((1 << bits) - 1)
+    order = rising(event * MOST_SENSORS + sensor)
     return order, begins_dom(event[order], sensor[order])
 
 
