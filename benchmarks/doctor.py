@@ -27,6 +27,17 @@ from stoker.doctor.legs import rate_of
 PLANTED = Path(__file__).parents[1] / "tests" / "faults"
 RIGHT = 0.2
 ROUNDS = 2
+SHOWN = (
+    "case",
+    "expected",
+    "found",
+    "tuned",
+    "predicted",
+    "measured",
+    "diagnosis_s",
+    "tried",
+    "troubles",
+)  # in the score
 
 
 def one(name: str, seconds: float, *, cure: bool = True) -> dict[str, Any]:
@@ -185,7 +196,8 @@ def score(results: list[dict[str, Any]], of: str) -> None:
     }
     share = [is_right(one) / 1.0 for one in faults] or [0.0]
     seconds = [one["diagnosis_s"] for one in results] or [0.0]
-    emit(line(f"doctor of {of}: right rule first", [sum(share) / len(share)], "share", **values))
+    cases = [{key: one[key] for key in SHOWN if key in one} for one in results]
+    emit(line(f"doctor of {of}: right rule first", [sum(share) / len(share)], "share", **values, cases=cases))
     emit(line(f"doctor of {of}: a diagnosis", seconds, "s"))
 
 

@@ -19,6 +19,7 @@ from stoker.recipes.icecube.geometry import standard_geometry
 from stoker.recipes.icecube.light import Detector
 from stoker.recipes.icecube.model import TwoStageConfig
 from stoker.recipes.icecube.simulate import simulate_events
+from stoker.tune.trial import Ask, tried
 
 
 def data_of(folder: Path, mode: str, device: str) -> RunData:
@@ -100,3 +101,15 @@ def test_pinning_in_threads_of_the_loader_wakes_no_other_threads(dtype: torch.dt
 
 def num_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_a_trial_says_what_fills_the_gpu() -> None:
+    words = ["--data.draw_per_class", "20", "--data.draw_held_out", "5", "--data.check_labels", "false"]
+    answer = tried(Ask("imagenet:demo", words, {"train.compile": False}, "resident", 1.0))
+    assert answer.ok, answer.error
+    memory = answer.memory
+    assert memory["weights"] > 0
+    assert memory["peak"] <= memory["total"]
+    assert 0 < memory["workspaces and context"] < memory["total"]
+    assert 0 < memory["headroom"] < memory["total"]
+    assert memory["of them in recorded graphs"] <= memory["total"]

@@ -20,7 +20,7 @@ from stoker.tune.rates import LongArm, candidates, compare_rates, pick
 from stoker.tune.search import Line, OutOfTime, Search, agree
 from stoker.tune.space import Knob, Tunable, ladder, plain, space_of
 from stoker.tune.stored import Stored, keep, known
-from stoker.tune.trial import Answer, Ask, words_of
+from stoker.tune.trial import Answer, Ask, on_gpu, words_of
 
 GIB = 1 << 30
 
@@ -404,3 +404,24 @@ def test_a_loop_without_values_to_try_is_refused() -> None:
         Tunable(make=print, knobs={})
     with pytest.raises(UserError, match="num_workers"):
         Tunable(make=print, knobs={"num_workers": ()})
+
+
+def test_what_fills_a_gpu_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded graphs have pools of their own; what libraries take is in no pool."""
+    segments = [{"total_size": 5 * GIB, "segment_pool_id": (0, 0)}, {"total_size": 2 * GIB, "segment_pool_id": (0, 1)}]
+    known = {
+        "max_memory_allocated": 6 * GIB,
+        "max_memory_reserved": 7 * GIB,
+        "memory_reserved": 7 * GIB,
+        "mem_get_info": (12 * GIB, 20 * GIB),
+        "memory_snapshot": segments,
+        "memory_stats": {"num_alloc_retries": 3},
+    }
+    for name, value in known.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    found = on_gpu(kept=2 * GIB, samples=4.0)
+    assert found["activations"] == 4 * found["activations a sample"] == 4 * GIB
+    assert found["of them in recorded graphs"] == 2 * GIB
+    assert found["held beyond the peak"] == found["workspaces and context"] == GIB
+    assert found["headroom"] == 12 * GIB
+    assert found["retries"] == 3

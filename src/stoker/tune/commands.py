@@ -32,7 +32,9 @@ ON_DEVICE = (
     "moments",
     "activations",
     "activations a sample",
+    "of them in recorded graphs",
     "held beyond the peak",
+    "workspaces and context",
     "headroom",
 )
 ON_HOST = ("batch", "batches made ahead", "cache", "this process", "its processes", "RAM")

@@ -311,17 +311,7 @@ def _memory(probe: Any, batch: Any, samples: float) -> dict[str, float]:
     moments = sum(_bytes(value for value in one.values() if torch.is_tensor(value)) for one in state)
     found |= {"weights": weights, "gradients": weights, "moments": moments, "batch": num_bytes(batch)}
     if probe.device.type == "cuda":
-        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        total = torch.cuda.get_device_properties(probe.device).total_memory
-        retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-        left = max(0, peak - 2 * weights - moments)
-        found |= {"activations": left, "activations a sample": left / max(1.0, samples), "peak": peak}
-        found |= {
-            "held beyond the peak": reserved - peak,
-            "headroom": total - reserved,
-            "total": total,
-            "retries": retries,
-        }
+        found |= on_gpu(2 * weights + moments, samples)
     process = psutil.Process()
     others = sum(child.memory_info().rss for child in process.children(recursive=True))
     found |= {"this process": process.memory_info().rss, "its processes": others}
@@ -330,6 +320,28 @@ def _memory(probe: Any, batch: Any, samples: float) -> dict[str, float]:
         found |= {"batches made ahead": ahead * found["batch"], "RAM": psutil.virtual_memory().total}
         found["cache"] = probe.data.cache_bytes if probe.data is not None else 0
     return found
+
+
+def on_gpu(kept: float, samples: float) -> dict[str, float]:
+    """What a GPU holds besides what is `kept` from step to step."""
+    import torch
+
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    free, total = torch.cuda.mem_get_info()
+    segments = torch.cuda.memory_snapshot()
+    graphs = sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
+    left = max(0.0, peak - kept)
+    return {
+        "activations": left,
+        "activations a sample": left / max(1.0, samples),
+        "of them in recorded graphs": graphs,
+        "peak": peak,
+        "held beyond the peak": reserved - peak,
+        "workspaces and context": max(0, total - free - torch.cuda.memory_reserved()),  # and other processes
+        "headroom": free,
+        "total": total,
+        "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
+    }
 
 
 def _bytes(tensors: Any) -> int:
