@@ -8,7 +8,7 @@ step: quick, and without any error of its own.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
@@ -19,7 +19,7 @@ from stoker.data.batch import num_bytes
 from stoker.doctor.learning.arms import SURE, Trainer, later_mean, try_rates
 from stoker.doctor.learning.facts import Arm
 from stoker.doctor.learning.labels import with_others_labels
-from stoker.doctor.legs import on_device
+from stoker.doctor.legs import NOTHING, on_device
 from stoker.doctor.probe import Probe
 from stoker.errors import UserError
 
@@ -28,7 +28,7 @@ FINER = (10**-0.25, 10**0.25)  # around the best
 FEW, LEAST_FEW = 24, 8  # batches of the first look
 SHORT_SHARE = 0.2  # of the time, for the first look
 CANDIDATES = 6  # that are trained for longer
-LONG, LEAST_LONG = 300, 24  # steps of those
+LONG, LEAST_LONG = 1000, 24  # steps of those
 ARMS = CANDIDATES + len(FINER) + 1  # and the one with the labels of others
 KEPT_BYTES = 2 << 30  # of batches that lie ready; they come again where more are needed
 TIE = 0.005  # of the loss: what is no worse than this is as good
@@ -57,7 +57,11 @@ def compare_rates(probe: Probe, seconds: float) -> dict[str, Any]:
     """Arms, the decision, and the range test's view; within about so many seconds."""
     if probe.loss is None or probe.model is None:
         raise UserError("The probe has no loss and model: rates cannot be compared.")
-    batches = _batches(probe)
+    source = iter(probe.loader)
+    batches: list[Any] = []
+    _fill(batches, FEW, probe, source)
+    if len(batches) < LEAST_FEW:
+        raise UserError(f"The loader gives {len(batches)} batches; {LEAST_FEW} are needed to tell rates apart.")
     probe.model.train()
     trainer = Trainer(probe.model, probe.loss, probe.new_optimizer)
     with trainer.put_back():
@@ -67,8 +71,10 @@ def compare_rates(probe: Probe, seconds: float) -> dict[str, Any]:
         each = max((time.perf_counter() - begin) / 2, 1e-6)
         few = min(len(batches), FEW, max(LEAST_FEW, int(SHORT_SHARE * seconds / (len(GRID) + 2) / each)))
         arms, _, present = try_rates(trainer, batches[:few], probe.rate, GRID)
-        steps = min(len(batches), max(LEAST_LONG, int((1 - SHORT_SHARE) * seconds / ARMS / each)))
-        steps = max(LEAST_LONG, steps)  # batches that come again can be learnt by heart: only where there are very few
+        steps = min(LONG, max(LEAST_LONG, int((1 - SHORT_SHARE) * seconds / ARMS / each)))
+        _fill(batches, steps, probe, source)
+        # Batches that come again can be learnt by heart: only where there are very few.
+        steps = max(LEAST_LONG, min(steps, len(batches)))
         longer = _longer(trainer, batches, candidates(arms), steps)
         best, chosen = pick(longer, steps)
         sure = chosen is not None and _knows_its_inputs(trainer, batches, chosen)
@@ -87,17 +93,15 @@ def compare_rates(probe: Probe, seconds: float) -> dict[str, Any]:
     }
 
 
-def _batches(probe: Probe) -> list[Any]:
-    found: list[Any] = []
-    size = 0
-    for batch in islice(probe.loader, LONG):
-        found.append(on_device(batch, probe))
-        size += num_bytes(found[-1])
-        if size > KEPT_BYTES and len(found) >= LEAST_FEW:
-            break
-    if len(found) < LEAST_FEW:
-        raise UserError(f"The loader gives {len(found)} batches; {LEAST_FEW} are needed to tell rates apart.")
-    return found
+def _fill(batches: list[Any], number: int, probe: Probe, source: Iterator[Any]) -> None:
+    """Up to so many batches; fewer where there are no more, or they take too much memory."""
+    size = sum(map(num_bytes, batches))
+    while len(batches) < number and (size < KEPT_BYTES or len(batches) < LEAST_FEW):
+        batch = next(source, NOTHING)
+        if batch is NOTHING:
+            return
+        batches.append(on_device(batch, probe))
+        size += num_bytes(batches[-1])
 
 
 def candidates(arms: Sequence[Arm]) -> list[float]:

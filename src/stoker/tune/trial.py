@@ -328,7 +328,7 @@ def on_gpu(kept: float, samples: float) -> dict[str, float]:
 
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     free, total = torch.cuda.mem_get_info()
-    segments = torch.cuda.memory_snapshot()
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     graphs = sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
     left = max(0.0, peak - kept)
     return {
