@@ -1,7 +1,7 @@
 """How near the tuner comes to the best of an exhaustive grid, with how many trials and in how long.
 
     python benchmarks/tune.py [--budget 240] [--cases NAME ...] [--compile]
-    python benchmarks/tune.py --rates [--seeds 5] [--steps 120]
+    python benchmarks/tune.py --rates [--seeds 5] [--cases NAME ...]
     python benchmarks/tune.py --batch
 
 Each case twice: as its preset has it, and set badly. The grid holds precision, threads and look-ahead (with --compile also
@@ -44,25 +44,40 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "imagenet": ("imagenet:baseline" if ON_GPU else "imagenet:demo", IMAGES),
     "imagenet, set badly": ("imagenet:baseline" if ON_GPU else "imagenet:demo", [*IMAGES, *BAD]),
 }
-# The same two, so small that a hundred trainings take minutes.
-SMALL: dict[str, tuple[str, list[str]]] = {
-    "simulated events": (
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    """The same two, so small that a hundred trainings take minutes."""
+
+    target: str
+    words: list[str]
+    steps: int  # of a training: until its loss tells more than the frequency of labels
+    tuner_s: float  # that the tuner is given for its rates
+    rates: tuple[float, ...]  # the fine grid
+
+
+def powers(first: float, last: float) -> tuple[float, ...]:
+    """Of ten, in quarters."""
+    return tuple(10.0 ** (first + step / 4) for step in range(round(4 * (last - first)) + 1))
+
+
+SMALL = {
+    "simulated events": Small(
         "icecube:demo",
-        [
-            *EVENTS,
-            "--model.width",
-            "32",
-            "--model.pulse_layers",
-            "1",
-            "--model.dom_layers",
-            "2",
-            "--loader.batch_size",
-            "64",
-        ],
+        ["--model.width", "32", "--loader.batch_size", "64"],
+        steps=500,
+        tuner_s=300.0,
+        rates=powers(-4, -2),
     ),
-    "drawn images": ("imagenet:demo", [*IMAGES, "--loader.batch_size", "32", "--train.lr_batch", "null"]),
+    "drawn images": Small(
+        "imagenet:demo",
+        [*IMAGES, "--loader.batch_size", "32", "--train.lr_batch", "null"],
+        steps=60,
+        tuner_s=40.0,
+        rates=powers(-3.5, -0.75),
+    ),
 }
-RATES = tuple(10.0**power for power in (-4, -3.5, -3.25, -3, -2.75, -2.5, -2.25, -2, -1.75, -1.5, -1.25, -1, -0.75))
 
 
 def grid(target: str, compiled: bool) -> list[dict[str, Any]]:
@@ -113,19 +128,20 @@ def speed(name: str, options: argparse.Namespace) -> None:
 
 def rates(name: str, options: argparse.Namespace) -> None:
     """The mean loss of the last steps of a short training, by rate and seed; the tuner is asked for each seed."""
-    target, words = SMALL[name]
+    case = SMALL[name]
     found: dict[str, list[float]] = {"tuner": [], "Lightning": []}
     chosen: dict[str, list[float | None]] = {"tuner": [], "Lightning": []}
     spent: dict[str, list[float]] = {"tuner": [], "Lightning": []}
     for seed in range(options.seeds):
-        own = [*words, "--run.seed", str(seed), "--train.warmup_steps", "10", "--train.schedule", "cosine"]
-        own += ["--train.steps", str(options.steps), "--train.epochs", "1000"]
+        own = [*case.words, "--run.seed", str(seed), "--train.schedule", "cosine"]
+        own += ["--train.steps", str(case.steps), "--train.epochs", "1000"]
+        own += ["--train.warmup_steps", str(case.steps // 10)]  # as the tuner's own trainings have it
         answers: dict[str, float | None] = {}
         for who, ask in (("tuner", _tuner_rate), ("Lightning", _lightning_rate)):
             begin = time.perf_counter()
-            answers[who] = ask(target, own, options)
+            answers[who] = ask(case.target, own, case.tuner_s)
             spent[who].append(time.perf_counter() - begin)
-        ends = {rate: _end_of(target, own, rate, options) for rate in {*RATES, *filter(None, answers.values())}}
+        ends = {rate: _end_of(case, own, rate) for rate in {*case.rates, *filter(None, answers.values())}}
         best = min(ends.values())
         for who, rate in answers.items():
             chosen[who].append(rate)
@@ -134,8 +150,8 @@ def rates(name: str, options: argparse.Namespace) -> None:
     for who, excess in found.items():
         details = {
             "case": name,
-            "rates": len(RATES),
-            "steps": options.steps,
+            "rates": len(case.rates),
+            "steps": case.steps,
             "seeds": options.seeds,
             "chosen": chosen[who],
         }
@@ -152,30 +168,29 @@ def shuffled_labels(options: argparse.Namespace) -> None:
         answers = []
         for seed in range(options.seeds):
             os.environ["SHUFFLED_SEED"] = str(seed)
-            answers.append(ask("shuffled:loop", [], options))
+            answers.append(ask("shuffled:loop", [], 20.0))
         decided = sum(answer is not None for answer in answers)
         emit(line(f"{who}: decisions on shuffled labels", [decided], "of the seeds", seeds=options.seeds, bar=0))
 
 
-def _tuner_rate(target: str, words: list[str], options: argparse.Namespace) -> float | None:
-    answer = tried(Ask(target, words, {}, "rates", options.seconds * 10))
+def _tuner_rate(target: str, words: list[str], seconds: float) -> float | None:
+    answer = tried(Ask(target, words, {}, "rates", seconds))
     chosen = (answer.rates or {}).get("chosen")
     return None if chosen is None else float(chosen) / float(answer.facts.get("lr_scale", 1.0))
 
 
-def _end_of(target: str, words: list[str], rate: float, options: argparse.Namespace) -> float:
-    ask = Ask(target, words, {"train.lr": rate}, "learn", options.seconds * 60, steps=options.steps)
-    answer = tried(ask)
+def _end_of(case: Small, words: list[str], rate: float) -> float:
+    answer = tried(Ask(case.target, words, {"train.lr": rate}, "learn", 600.0, steps=case.steps))
     last = answer.losses[-max(1, len(answer.losses) // 5) :]
-    return sum(last) / len(last) if answer.ok and len(answer.losses) == options.steps else float("inf")
+    return sum(last) / len(last) if answer.ok and len(answer.losses) == case.steps else float("inf")
 
 
-def _lightning_rate(target: str, words: list[str], options: argparse.Namespace) -> float | None:
+def _lightning_rate(target: str, words: list[str], _: float) -> float | None:
     return _in_its_own_process("rate", target, words)
 
 
 def batches(name: str, options: argparse.Namespace) -> None:
-    target, words = SMALL[name]
+    target, words = SMALL[name].target, SMALL[name].words
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "tuned.yaml"
         found = tune(target, words, out, budget_s=options.budget, seconds=options.seconds, only=["batch"])
@@ -256,7 +271,6 @@ def main() -> None:
     parser.add_argument("--rates", action="store_true")
     parser.add_argument("--batch", action="store_true")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=120)
     options = parser.parse_args()
     console.be_quiet()
     if not (options.rates or options.batch):
