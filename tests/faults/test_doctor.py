@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from stoker.doctor.ceilings import ceilings
 from stoker.doctor.finding import Finding, ranked
 from stoker.doctor.history import from_events
 from stoker.doctor.lines import timed_lines, watched_lines
-from stoker.doctor.loaders import LoaderFacts, Split
+from stoker.doctor.loaders import LoaderFacts, Split, describe
 from stoker.doctor.looks import DeviceFacts
 from stoker.doctor.measure import measure
 from stoker.doctor.measured import Leg, Measured
@@ -33,7 +34,7 @@ from stoker.doctor.operations import Operations, count_flops
 from stoker.doctor.probe import trainer_probe
 from stoker.doctor.rules import RULES, diagnose, verdict
 from stoker.doctor.rules.loader import with_workers
-from stoker.doctor.trials import numbers_of_before
+from stoker.doctor.trials import numbers_of_before, storage_beside
 from stoker.doctor.waterfall import draw, waterfall
 from stoker.errors import UserError
 from stoker.runs.events import EventLog, read_events
@@ -777,3 +778,42 @@ def test_lines_are_looked_at_while_compiled_code_runs() -> None:
         while time.perf_counter() - begin < 2.0:
             flex_attention(query, query, query, score_mod=lambda score, b, h, i, j: score * 2)
     assert any("flex_attention(query" in line for line in lines.top())
+
+
+class Records(torch.utils.data.Dataset[Any]):
+    """Samples that come late, and that whoever collates them takes apart."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        time.sleep(0.001)
+        return {"inputs": torch.full((4,), float(index)), "label": torch.tensor(index)}
+
+
+def taken_apart(samples: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = torch.stack([sample.pop("label") for sample in samples])
+    return torch.stack([sample["inputs"] for sample in samples]), labels
+
+
+def test_samples_that_are_remembered_stay_whole() -> None:
+    loader = torch.utils.data.DataLoader(Records(), 128, collate_fn=taken_apart)
+    found = Measured(samples=128, split=Split(cold_s=0.2, warm_s=0.13, cpu_s=0.01, collate_s=0.001))
+    found.loader = describe(loader, {})
+    probe = stoker.Probe(loader, lambda batch: None, None)
+    storage_beside("fetch-bandwidth")(probe, found, legs.Kept(), 0.05)
+    assert 0.01 <= found.tried["fetch-bandwidth"] < 0.13  # what reading computes stays, waiting does not
+
+
+def test_streams_are_not_made_anew() -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.zeros(8, 2))
+
+    assert trials.anew(torch.utils.data.DataLoader(Stream(), 4), 1) is None
+
+
+def test_a_loader_that_is_used_up_is_said_to_be() -> None:
+    probe = stoker.Probe(iter([]), lambda batch: None, None)
+    with pytest.raises(ValueError, match="read only once"):
+        legs.rate_of(probe, 0.1)

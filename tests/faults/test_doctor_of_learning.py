@@ -26,6 +26,7 @@ from stoker.doctor.measured import Measured
 from stoker.doctor.rules import diagnose
 from stoker.errors import UserError
 from stoker.recipes.icecube.table import open_events
+from stoker.train.optim import Lamb
 
 sys.path.insert(0, str(Path(__file__).parent))
 from planted import habits, learning
@@ -128,6 +129,27 @@ def test_rates_are_compared_on_the_same_batches_and_the_range_is_extended() -> N
         model.weight.zero_(), model.bias.zero_()
     trainer = Trainer(model, loss, lambda parameters, rate: torch.optim.SGD(parameters, lr=rate))
     assert try_rates(trainer, noise, None)[1] is None  # no decision
+
+
+def test_rates_of_layers_and_optimizers_of_ours_are_tried_as_they_are() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    made: list[torch.optim.Optimizer] = []
+
+    def loss(batch: Any) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    def make(parameters: list[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
+        groups = [{"params": parameters[:2], "lr": rate / 2}, {"params": parameters[2:], "lr": rate}]
+        made.append(Lamb(groups, rate, (0.9, 0.999)))
+        return made[-1]
+
+    trainer = Trainer(model, loss, make, clip_norm=0.1)
+    losses = trainer.sweep([torch.randn(16, 4)] * 20, [1e-2] * 10 + [2e-2] * 10)
+    assert losses[-1] < losses[0]
+    assert [group["lr"] for group in made[-1].param_groups] == [1e-2, 2e-2]
+    norms = [one.grad.norm() for one in model.parameters() if one.grad is not None]
+    assert torch.stack(norms).norm() <= 0.101
 
 
 def test_a_rate_that_explodes_names_the_layer() -> None:

@@ -1,5 +1,6 @@
 """How the tuner decides, with trials whose answers are known; tests/e2e/test_tune.py measures."""
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from stoker.errors import UserError
 from stoker.launch.targets import resolve_target
 from stoker.tune.batch import offer_batch, tune_pieces
 from stoker.tune.commands import Tuning, _is_fed, _learning_rate, _prove
-from stoker.tune.rates import LongArm, candidates, compare_rates, pick
+from stoker.tune.rates import LongArm, _fill, candidates, compare_rates, pick
 from stoker.tune.search import Line, OutOfTime, Search, agree
 from stoker.tune.space import Knob, Tunable, ladder, plain, space_of
 from stoker.tune.stored import Stored, keep, known
@@ -425,3 +426,91 @@ def test_what_fills_a_gpu_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
     assert found["held beyond the peak"] == found["workspaces and context"] == GIB
     assert found["headroom"] == 12 * GIB
     assert found["retries"] == 3
+
+
+def test_pieces_that_change_the_losses_are_not_taken() -> None:
+    def answer(ask: Ask) -> Answer:
+        size = ask.knobs.get("loader.micro_cost", 200_000)
+        losses = [1.0, 0.9, 0.8] if size == 200_000 else [2.0, 1.9, 1.8]
+        return Answer(rate=float(size), memory=memory(size), losses=losses)
+
+    search = searching(answer)
+    tune_pieces(search, 200_000, 100_000, in_batches=True)
+    assert search.best == {}
+    assert "other losses" in search.decisions[0].tried[1][1]
+
+
+def test_pieces_that_a_batch_norm_sees_are_told() -> None:
+    def answer(ask: Ask) -> Answer:
+        size = ask.knobs.get("loader.micro_cost", 800_000)
+        fits = size <= 250_000
+        return Answer(rate=100.0, memory=memory(size)) if fits else Answer(error="memory", out_of_memory=True)
+
+    search = searching(answer)
+    tune_pieces(search, 800_000, 100_000, in_batches=True)
+    assert "BatchNorm" in search.decisions[0].why
+
+
+def test_a_budget_that_ends_early_decides_nothing_that_is_stored() -> None:
+    """Only what was tried as a whole may take the place of what an earlier tuning has found."""
+    search = searching(lambda ask: Answer(rate=100.0), budget_s=1e9)
+    knob = Knob("loader.threads", "loader", (1, 2, 4))
+    search.choose(knob, 1, "run")
+    assert search.decisions[0].whole
+
+    def out_of_time(ask: Ask) -> Answer:
+        if ask.knobs:
+            raise OutOfTime
+        return Answer(rate=100.0)
+
+    search = searching(out_of_time)
+    with pytest.raises(OutOfTime):
+        search.choose(knob, 1, "run")
+    assert not search.decisions[0].whole
+
+
+def test_a_rate_that_is_right_already_is_a_decision() -> None:
+    rates = {"chosen": 0.1, "own": None, "arms": [], "best": 0.1, "at the end": False, "steps": 100}
+    search = searching(lambda ask: Answer(rates=rates))
+    _learning_rate(search, Tuning("target"), 0.1)
+    assert search.best == {}
+    assert [one.knob for one in search.decisions] == ["train.lr"]
+
+
+class Epochs:
+    """A short epoch, over and over, as a recipe's loader gives it."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return itertools.cycle(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def test_labels_that_are_known_by_heart_are_no_knowledge() -> None:
+    """Few samples, and noise for labels, seen in epoch after epoch."""
+    torch.manual_seed(2)
+    inputs, labels = torch.randn(320, 64), torch.randint(2, (320,))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 2))
+
+    def loss(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    loader = Epochs(list(zip(inputs.split(32), labels.split(32), strict=True)))
+    found = compare_rates(stoker.Probe(loader, lambda batch: None, model, loss=loss), 2.0)
+    assert found["steps"] > 40
+    assert min(arm["end"] for arm in found["arms"] if arm["end"] is not None) < 0.3  # they were learnt
+    assert found["chosen"] is None
+
+
+def test_batches_of_workers_are_not_kept_in_their_shared_memory() -> None:
+    shared = [(torch.randn(4, 8).share_memory_(), torch.zeros(4, dtype=torch.long)) for _ in range(9)]
+    kept: list[Any] = []
+    model = torch.nn.Linear(8, 2)
+    _fill(kept, 9, stoker.Probe(shared, lambda batch: None, model), iter(shared))
+    assert len(kept) == 9
+    assert not any(batch[0].is_shared() for batch in kept)
+    assert torch.equal(kept[3][0], shared[3][0])

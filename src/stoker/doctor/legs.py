@@ -239,7 +239,10 @@ def timed_steps(probe: Probe, source: "Endless", seconds: float) -> Iterator[tup
 def rate_of(probe: Probe, seconds: float) -> float:
     """Samples a second of the run as it is, once what lay ready is used up."""
     with closing(Endless(probe.loader)) as source:
-        warm_up(probe, source.take())
+        first = source.take()
+        if first is NOTHING:
+            raise ValueError("the loader gives no more batches: it can be read only once")
+        warm_up(probe, first)
         _skip_what_lay_ready(
             probe, source, Measured(loader=describe(probe.loader, probe.settings, probe.device.type)), seconds
         )

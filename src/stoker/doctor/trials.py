@@ -4,6 +4,7 @@ Each trial gives back whatever it changes, and writes the seconds of a step of t
 A change that cannot be made here, such as a loop written anew, has no trial: its rule computes what would be left.
 """
 
+import copy
 import gc
 import sys
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from stoker.data.batch import map_tensors
 from stoker.doctor import legs
@@ -67,7 +68,7 @@ class Remembered(Dataset[Any]):
         self._samples = samples
 
     def __getitem__(self, row: int) -> Any:
-        return self._samples[row % len(self._samples)]
+        return copy.copy(self._samples[row % len(self._samples)])  # who collates may take things out of it
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -83,9 +84,11 @@ def storage_beside(rule: str) -> Trial:
         assert isinstance(loader, DataLoader)
         with torch.random.fork_rng(devices=[]):
             rows = list(next(iter(loader.batch_sampler)))  # type: ignore[arg-type]
-        samples = Remembered(fetch(apart(loader.dataset), rows[:LOOKED_AT]))
+        samples = fetch(apart(loader.dataset), rows[:LOOKED_AT])
+        if not isinstance(samples, list) or len(samples) != len(rows[:LOOKED_AT]):
+            return  # a batch of its own kind
         batches = [range(len(rows))] * legs.MOST_STEPS
-        _try_loader(probe, found, rule, anew(loader, count, batches, samples), seconds)
+        _try_loader(probe, found, rule, anew(loader, count, batches, Remembered(samples)), seconds)
         # What reading computes, such as decoding, is not the store's, and stays.
         if count:
             found.tried[rule] = max(found.tried[rule], split.busy_s / min(count, found.cores))
@@ -97,16 +100,16 @@ def storage_beside(rule: str) -> Trial:
 
 def anew(loader: Any, count: int, batches: Any = None, dataset: Any = None) -> "DataLoader[Any] | None":
     """The same batches, or others, by so many workers; None: it is no DataLoader that can be made anew."""
-    if type(loader) is not DataLoader or loader.batch_sampler is None:
+    if type(loader) is not DataLoader or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
         return None
     return DataLoader(
-        dataset or loader.dataset,
+        loader.dataset if dataset is None else dataset,
         batch_sampler=batches or loader.batch_sampler,
         num_workers=count,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
+        worker_init_fn=loader.worker_init_fn if dataset is None else None,  # it may open the very dataset
         multiprocessing_context=loader.multiprocessing_context if count else None,
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor if count else None,

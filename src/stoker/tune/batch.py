@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.tune.search import GAIN, Decision, Line, Search, said_of
+from stoker.tune.search import GAIN, Decision, Line, Search, agree, said_of
 from stoker.tune.trial import Answer
 
 ROOM = 0.9  # of the GPU's memory, that a step may fill
@@ -20,30 +20,38 @@ MORE = 8  # times the batch at the most
 STEPS = 20  # that an epoch keeps
 
 
-def tune_pieces(search: Search, now: int | None, largest: int) -> None:
-    """loader.micro_cost: as large as memory has room for on the largest samples, and no slower than smaller ones."""
+def tune_pieces(search: Search, now: int | None, largest: int, *, in_batches: bool = False) -> None:
+    """loader.micro_cost: as large as memory has room for on the largest samples, and no slower than smaller ones.
+
+    `in_batches`: the model looks at samples side by side (BatchNorm), so that pieces change what it computes.
+    """
     whole = search.trial({}, "resident")
     if not whole.ok and not whole.out_of_memory:
         return
     seen, chosen, why = [(now, said_of(whole))], now, "larger pieces are not faster"
+    ended = False
     try:
         best, rate = now, whole.rate if whole.ok else 0.0
         for size in _sizes(search, whole, now, largest):
             answer = search.trial({"loader.micro_cost": size}, "resident")
-            seen.append((size, said_of(answer)))
-            if answer.ok and answer.rate > rate * (1 + GAIN):
+            same = not (whole.ok and answer.ok) or agree(whole.losses, answer.losses)
+            seen.append((size, said_of(answer) if same else f"{answer.rate:,.0f}/s, other losses"))
+            if answer.ok and same and answer.rate > rate * (1 + GAIN):
                 best, rate = size, answer.rate
         # What a run does already is proven only where memory is short: on a CPU such a step may take minutes.
         if best != now or "total" in whole.memory:
-            why = "no size that was tried stood the largest samples"
+            why = "there was no time to try the largest samples"
             for cut, said, stood in _proofs(search, best, largest):
                 seen.append((cut, said))
+                why = "no size that was tried stood the largest samples"
                 if stood:
                     chosen, why = cut, _reason(now, best, cut, rate, whole)
+        ended = True
     finally:
         if chosen != now:
             search.best["loader.micro_cost"] = chosen
-        search.decisions.append(Decision("loader.micro_cost", now, chosen, seen, why))
+            why += "; BatchNorm sees a piece at a time: it is not quite the same training" if in_batches else ""
+        search.decisions.append(Decision("loader.micro_cost", now, chosen, seen, why, ended))
 
 
 def _reason(now: int | None, best: int | None, chosen: int | None, rate: float, whole: Answer) -> str:

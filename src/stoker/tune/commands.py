@@ -216,7 +216,9 @@ def _stages(
             if knob.stage == stage:
                 search.choose(knob, _value(now, knob, facts), "run" if stage == "loader" else "resident")
         if stage == "batch" and target is not None:
-            tune_pieces(search, now.get("loader.micro_cost"), int(facts.get("largest_cost", 1)))
+            in_batches = bool(facts.get("batch_norm"))
+            largest = int(facts.get("largest_cost", 1))
+            tune_pieces(search, now.get("loader.micro_cost"), largest, in_batches=in_batches)
             if (size := now.get("loader.batch_size")) is not None:
                 offer = offer_batch(
                     search,
@@ -275,9 +277,10 @@ def _learning_rate(search: Search, found: Tuning, now: float | None) -> None:
     # Rates are compared as the optimizer has them; the key is stated for train.lr_batch samples.
     value = float(f"{answer.rates['chosen'] / float(answer.facts.get('lr_scale', 1.0)):.4g}")
     now = search.best.get("train.lr", now)  # of a larger batch, if that was taken
-    if abs(value / now - 1) >= 0.01:
+    value = now if abs(value / now - 1) < 0.01 else value
+    if value != now:
         search.best["train.lr"] = value
-        search.decisions.append(Decision("train.lr", now, value, [], "rates side by side, from the same weights"))
+    search.decisions.append(Decision("train.lr", now, value, [], "rates side by side, from the same weights"))
 
 
 def _rate_words(found: dict[str, Any]) -> str:
@@ -327,6 +330,8 @@ def _take_back(search: Search, found: Tuning, new_ones: list[Answer]) -> None:
     failed = f"{found.ratio:.2f} times the rate" if new_ones else "a run that fails"
     found.told.append(f"The proof gave {failed} with {words}: nothing of that is taken.")
     kept = {} if "loader.batch_size" in search.best else {"train.lr": search.best.get("train.lr")}
+    # What was proven before and is stored stays.
+    search.decisions = [replace(one, whole=one.whole and one.knob not in search.best) for one in search.decisions]
     search.best = {key: value for key, value in kept.items() if value is not None}
     found.after, found.ratio = found.before, None
 
@@ -337,7 +342,7 @@ def _write(found: Tuning, words: str, overrides: list[str], target: Target | Non
         return
     tuned = resolve_target(words, [*overrides, *words_of(found.chosen)], trusted=trusted)
     write_bytes(out, settings.as_yaml(tuned.config).encode())
-    decided = {one.knob for one in found.decisions}
+    decided = {one.knob for one in found.decisions if one.whole}
     speeds = found.chosen.keys() - {"train.lr"}
     if decided and (found.ratio is not None or not speeds):  # what is faster was proven
         fingerprint = str(found.before.facts.get("fingerprint", ""))

@@ -14,12 +14,14 @@ from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from stoker.data.batch import num_bytes
+from stoker.data.batch import map_tensors, num_bytes
 from stoker.doctor.learning.arms import SURE, Trainer, later_mean, try_rates
 from stoker.doctor.learning.facts import Arm
 from stoker.doctor.learning.labels import with_others_labels
 from stoker.doctor.legs import NOTHING, on_device
+from stoker.doctor.looks import length
 from stoker.doctor.probe import Probe
 from stoker.errors import UserError
 
@@ -57,13 +59,15 @@ def compare_rates(probe: Probe, seconds: float) -> dict[str, Any]:
     """Arms, the decision, and the range test's view; within about so many seconds."""
     if probe.loss is None or probe.model is None:
         raise UserError("The probe has no loss and model: rates cannot be compared.")
-    source = iter(probe.loader)
+    source, begin = iter(probe.loader), time.perf_counter()
     batches: list[Any] = []
     _fill(batches, FEW, probe, source)
     if len(batches) < LEAST_FEW:
         raise UserError(f"The loader gives {len(batches)} batches; {LEAST_FEW} are needed to tell rates apart.")
-    probe.model.train()
-    trainer = Trainer(probe.model, probe.loss, probe.new_optimizer)
+    reading = (time.perf_counter() - begin) / len(batches)
+    if not probe.model.training:  # else parts of it that are not are meant to be so
+        probe.model.train()
+    trainer = Trainer(probe.model, probe.loss, probe.new_optimizer, probe.settings.get("train.clip_norm"))
     with trainer.put_back():
         trainer.losses(batches[:1], GRID[0])  # compilation, caches
         begin = time.perf_counter()
@@ -71,13 +75,14 @@ def compare_rates(probe: Probe, seconds: float) -> dict[str, Any]:
         each = max((time.perf_counter() - begin) / 2, 1e-6)
         few = min(len(batches), FEW, max(LEAST_FEW, int(SHORT_SHARE * seconds / (len(GRID) + 2) / each)))
         arms, _, present = try_rates(trainer, batches[:few], probe.rate, GRID)
-        steps = min(LONG, max(LEAST_LONG, int((1 - SHORT_SHARE) * seconds / ARMS / each)))
+        steps = min(LONG, max(LEAST_LONG, int((1 - SHORT_SHARE) * seconds / (ARMS * each + reading))))
         _fill(batches, steps, probe, source)
+        del source  # whoever makes batches for nobody takes processors from the rest
         # Batches that come again can be learnt by heart: only where there are very few.
         steps = max(LEAST_LONG, min(steps, len(batches)))
         longer = _longer(trainer, batches, candidates(arms), steps)
         best, chosen = pick(longer, steps)
-        sure = chosen is not None and _knows_its_inputs(trainer, batches, chosen)
+        sure = chosen is not None and _knows_its_inputs(trainer, batches, chosen, length(probe.loader))
         swept = range_test(trainer, batches)
     ends = {arm.rate: arm for arm in longer}
     return {
@@ -100,8 +105,14 @@ def _fill(batches: list[Any], number: int, probe: Probe, source: Iterator[Any]) 
         batch = next(source, NOTHING)
         if batch is NOTHING:
             return
-        batches.append(on_device(batch, probe))
+        batches.append(map_tensors(on_device(batch, probe), _own))
         size += num_bytes(batches[-1])
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """What a worker made lies in memory that takes a file descriptor of this process each."""
+    shared = tensor.device.type == "cpu" and tensor.is_shared()  # type: ignore[no-untyped-call]
+    return tensor.clone() if shared else tensor
 
 
 def candidates(arms: Sequence[Arm]) -> list[float]:
@@ -146,18 +157,24 @@ def pick(arms: Sequence[LongArm], steps: int) -> tuple[LongArm | None, LongArm |
     return best, min(as_good, key=lambda arm: arm.rate)
 
 
-def _knows_its_inputs(trainer: Trainer, batches: Sequence[Any], arm: LongArm) -> bool:
-    """Whether it ends lower than with labels of other samples, which teach no more than how frequent each is."""
-    fresh = min(len(batches), len(arm.losses))  # what comes again is known by heart, right or wrong
-    others = [with_others_labels(batch, number) for number, batch in enumerate(batches)]
-    if any(other is None for other in others):  # nobody knows which they are: then lower than nothing learnt
-        still, _, _ = trainer.losses(batches[:fresh], None)
-        gain, error = later_mean(np.array(still) - np.array(arm.losses[:fresh]))
-        return gain > CERTAIN * error
-    control = _long_arm(trainer, others, arm.rate, len(arm.losses))
-    if len(control.losses) < len(arm.losses):
-        return False
-    gain, error = later_mean(np.array(control.losses[:fresh]) - np.array(arm.losses[:fresh]))
+def _knows_its_inputs(trainer: Trainer, batches: Sequence[Any], arm: LongArm, epoch: int | None) -> bool:
+    """Whether it ends lower than with labels of other samples, which teach no more than how frequent each is.
+
+    `epoch`: batches after which samples come again; what comes again is known by heart, right or wrong.
+    """
+    fresh = min(len(batches), len(arm.losses), max(epoch or len(batches), LEAST_FEW))
+    others = [with_others_labels(batch, number) for number, batch in enumerate(batches[:fresh])]
+    if all(other is not None for other in others):
+        rates = scheduled(arm.rate, len(arm.losses))[:fresh]
+        control = trainer.sweep(others, rates)
+        if len(control) < fresh:
+            return False
+        if control != arm.losses[:fresh]:
+            gain, error = later_mean(np.array(control) - np.array(arm.losses[:fresh]))
+            return gain > CERTAIN * error
+    # Nobody knows which the labels are, or they are all alike: then lower than where nothing is learnt.
+    still, _, _ = trainer.losses(batches[:fresh], None)
+    gain, error = later_mean(np.array(still) - np.array(arm.losses[:fresh]))
     return gain > CERTAIN * error
 
 

@@ -30,6 +30,7 @@ class Decision:
     chosen: Any
     tried: list[tuple[Any, str]]  # value, and its rate or why it has none
     why: str
+    whole: bool = True  # all values were tried
 
     def as_json(self) -> dict[str, Any]:
         tried = [[plain(value), said] for value, said in self.tried]
@@ -105,7 +106,7 @@ class Search:
         if not base.ok:
             return
         seen: list[tuple[Any, str]] = [(now, f"{base.rate:,.0f}/s")]
-        best, rate, why = now, base.rate, "nothing else was faster"
+        best, rate, why, whole = now, base.rate, "nothing else was faster", False
         unseen = (
             "" if base.losses or knob.stage != "step" else "; without a loss nobody can say whether it learns the same"
         )
@@ -117,13 +118,14 @@ class Search:
                 if answer.ok and same and answer.rate > rate * (1 + GAIN):
                     best, rate = value, answer.rate
                     why = f"{answer.rate / base.rate:.2f} times the rate{unseen}"
+            whole = True
         except OutOfTime:
             why += "; the budget ended here"
             raise
         finally:
             if best != now:
                 self.best[knob.name] = best
-            self.decisions.append(Decision(knob.name, now, best, seen, why))
+            self.decisions.append(Decision(knob.name, now, best, seen, why, whole))
 
 
 def _from(values: tuple[Any, ...], now: Any) -> list[Any]:

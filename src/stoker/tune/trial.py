@@ -158,6 +158,7 @@ def _measured(ask: Ask) -> Answer:
 @contextmanager
 def _opened(ask: Ask) -> Iterator[tuple[Any, dict[str, Any]]]:
     """The probe, and what is known of it."""
+    from stoker.doctor import legs
     from stoker.doctor.probe import probe_of
     from stoker.launch.targets import resolve_target
 
@@ -165,6 +166,8 @@ def _opened(ask: Ask) -> Iterator[tuple[Any, dict[str, Any]]]:
     if tunable is not None:
         _same_chance()  # every trial begins with the same weights
         probe = tunable.probe(ask.knobs)
+        # Who takes things out of a batch finds them there again.
+        probe = dataclasses.replace(probe, step=legs.moving(probe.step), loss=probe.loss and legs.moving(probe.loss))
         facts = {"name": tunable.name, "device": probe.device.type, "has_loss": probe.loss is not None}
         yield probe, facts | {"ceilings": _ceilings(probe)}
         return
@@ -196,6 +199,7 @@ def _facts(target: Any, probe: Any) -> dict[str, Any]:
         "optimizer": target.config.train.optimizer,
         "lr_scale": (probe.rate or target.config.train.lr) / target.config.train.lr,  # by train.lr_batch
         "has_loss": True,
+        "batch_norm": any(type(module).__name__.startswith("BatchNorm") for module in probe.model.modules()),
         "batches_that_fit": loader.batches_that_fit(),
         "ram_bytes": target.config.loader.ram_bytes,
         "ceilings": _ceilings(probe),
@@ -328,13 +332,16 @@ def on_gpu(kept: float, samples: float) -> dict[str, float]:
 
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     free, total = torch.cuda.mem_get_info()
-    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-    graphs = sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
     left = max(0.0, peak - kept)
+    graphs: dict[str, float] = {}
+    with suppress(RuntimeError):  # of an allocator that does not tell
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        pools = sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
+        graphs = {"of them in recorded graphs": pools}
     return {
         "activations": left,
         "activations a sample": left / max(1.0, samples),
-        "of them in recorded graphs": graphs,
+        **graphs,
         "peak": peak,
         "held beyond the peak": reserved - peak,
         "workspaces and context": max(0, total - free - torch.cuda.memory_reserved()),  # and other processes

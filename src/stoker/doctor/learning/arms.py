@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from stoker.doctor.learning.facts import Arm
 from stoker.doctor.learning.kept import chance_kept, model_kept
+from stoker.train.optim import step_unless
 
 RATES = tuple(10.0**power for power in np.arange(-5, -0.9, 0.5))
 MORE = 4  # times that the range is extended, by half a power of ten each
@@ -31,8 +32,8 @@ MakeOptimizer = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
 class Trainer:
     """Trains for a moment, and puts everything back."""
 
-    def __init__(self, model: nn.Module, loss: Loss, make: MakeOptimizer) -> None:
-        self.model, self._loss, self._make = model, loss, make
+    def __init__(self, model: nn.Module, loss: Loss, make: MakeOptimizer, clip_norm: float | None = None) -> None:
+        self.model, self._loss, self._make, self._clip_norm = model, loss, make, clip_norm
         self._kept = {name: value.detach().clone() for name, value in model.state_dict().items()}
 
     @contextmanager
@@ -61,7 +62,7 @@ class Trainer:
             norms.append(_norm(learnt))
             if not (math.isfinite(losses[-1]) and math.isfinite(norms[-1])):
                 return losses, norms, _first_bad(self.model)
-            optimizer.step()
+            self._update(optimizer, learnt)
         return losses, norms, None
 
     def sweep(self, batches: Sequence[Any], rates: Sequence[float]) -> list[float]:
@@ -69,10 +70,11 @@ class Trainer:
         self.model.load_state_dict(self._kept)
         learnt = [one for one in self.model.parameters() if one.requires_grad]
         optimizer, losses = self._make(learnt, rates[0]), []
+        scales = [group["lr"] / rates[0] for group in optimizer.param_groups]  # layers may have rates of their own
         for number, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
             torch.manual_seed(number)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            for group, scale in zip(optimizer.param_groups, scales, strict=True):
+                group["lr"] = rate * scale
             for parameter in learnt:
                 parameter.grad = None
             loss = _checked(self._loss(batch))
@@ -80,8 +82,13 @@ class Trainer:
                 break
             losses.append(float(loss.detach()))
             loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            self._update(optimizer, learnt)
         return losses
+
+    def _update(self, optimizer: torch.optim.Optimizer, learnt: list[nn.Parameter]) -> None:
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(learnt, self._clip_norm)
+        step_unless(optimizer, torch.zeros((), device=learnt[0].device))
 
 
 def _checked(loss: Any) -> Tensor:

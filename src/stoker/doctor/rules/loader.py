@@ -341,6 +341,7 @@ def epoch_gap(found: Measured) -> Finding | None:
         f"{found.epoch_steps or 'few'} steps an epoch; workers outlive it: {'yes' if found.loader.persistent else 'no'}",
     )
     factor, low, high = predicted(found, found.tried.get("epoch-gap", found.run.mean - found.gap_s))
+    share, sentence = _as_tried(found, "epoch-gap", share, sentence)
     return Finding("epoch-gap", share, sentence, change, evidence, factor, low, high)
 
 
