@@ -67,7 +67,7 @@ SMALL = {
         "icecube:demo",
         ["--model.width", "32", "--loader.batch_size", "64"],
         steps=500,
-        tuner_s=300.0,
+        tuner_s=400.0,
         rates=powers(-4, -2),
     ),
     "drawn images": Small(

@@ -70,11 +70,10 @@ def compare_rates(probe: Probe, seconds: float) -> dict[str, Any]:
     trainer = Trainer(probe.model, probe.loss, probe.new_optimizer, probe.settings.get("train.clip_norm"))
     with trainer.put_back():
         trainer.losses(batches[:1], GRID[0])  # compilation, caches
-        begin = time.perf_counter()
-        trainer.losses(batches[:2], GRID[0])
-        each = max((time.perf_counter() - begin) / 2, 1e-6)
+        each = _seconds_of_a_step(trainer, batches)
         few = min(len(batches), FEW, max(LEAST_FEW, int(SHORT_SHARE * seconds / (len(GRID) + 2) / each)))
         arms, _, present = try_rates(trainer, batches[:few], probe.rate, GRID)
+        each = max(each, _seconds_of_a_step(trainer, batches[:few]))  # of steps that had time to settle
         steps = min(LONG, max(LEAST_LONG, int((1 - SHORT_SHARE) * seconds / (ARMS * each + reading))))
         _fill(batches, steps, probe, source)
         del source  # whoever makes batches for nobody takes processors from the rest
@@ -96,6 +95,13 @@ def compare_rates(probe: Probe, seconds: float) -> dict[str, Any]:
         "batches": few,
         "steps": steps,
     }
+
+
+def _seconds_of_a_step(trainer: Trainer, batches: Sequence[Any]) -> float:
+    """Over all of these: batches may differ by far."""
+    begin = time.perf_counter()
+    trainer.losses(batches, GRID[0])
+    return max((time.perf_counter() - begin) / len(batches), 1e-6)
 
 
 def _fill(batches: list[Any], number: int, probe: Probe, source: Iterator[Any]) -> None:
