@@ -152,12 +152,29 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=200_000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=BATCH)
+    parser.add_argument(
+        "--direct", action="store_true", help="only (c) and its ceiling: epochs that follow one another"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = options.data or Path(folder) / "set"
         if not options.data:
             simulate(root, num_events=options.events, num_files=10, seed=0)
-        measure(root, pq.read_metadata(root / "train_meta.parquet").num_rows, options.repeats, options.batch_size)
+        num_events = pq.read_metadata(root / "train_meta.parquet").num_rows
+        (measure_direct if options.direct else measure)(root, num_events, options.repeats, options.batch_size)
+
+
+def measure_direct(root: Path, num_events: int, repeats: int, batch_size: int) -> None:
+    """Ratios of neighbours, in a process that does nothing else and keeps the memory that it has freed."""
+    rates, ratios = [], []
+    for repeat in range(repeats + 2):
+        rate, ceiling = ours(root, "direct", 2, batch_size=batch_size).rate(), pyarrow_rate(root, num_events, 2)
+        if repeat > 1:  # the first two take memory from the system
+            rates.append(rate)
+            ratios.append(rate / ceiling)
+    details = {"events": num_events, "batch_size": batch_size}
+    emit(line("loader, direct Parquet, window shuffle, 2 threads, epoch after epoch", rates, "events/s", **details))
+    emit(line("loader, direct Parquet / pyarrow alone, epoch after epoch", ratios, "ratio", bar=0.6, **details))
 
 
 def measure(root: Path, num_events: int, repeats: int, batch_size: int) -> None:
