@@ -435,7 +435,7 @@ def test_pieces_that_change_the_losses_are_not_taken() -> None:
         return Answer(rate=float(size), memory=memory(size), losses=losses)
 
     search = searching(answer)
-    tune_pieces(search, 200_000, 100_000, in_batches=True)
+    tune_pieces(search, 200_000, 100_000, batch_norm=True)
     assert search.best == {}
     assert "other losses" in search.decisions[0].tried[1][1]
 
@@ -447,7 +447,7 @@ def test_pieces_that_a_batch_norm_sees_are_told() -> None:
         return Answer(rate=100.0, memory=memory(size)) if fits else Answer(error="memory", out_of_memory=True)
 
     search = searching(answer)
-    tune_pieces(search, 800_000, 100_000, in_batches=True)
+    tune_pieces(search, 800_000, 100_000, batch_norm=True)
     assert "BatchNorm" in search.decisions[0].why
 
 

@@ -20,10 +20,10 @@ MORE = 8  # times the batch at the most
 STEPS = 20  # that an epoch keeps
 
 
-def tune_pieces(search: Search, now: int | None, largest: int, *, in_batches: bool = False) -> None:
+def tune_pieces(search: Search, now: int | None, largest: int, *, batch_norm: bool = False) -> None:
     """loader.micro_cost: as large as memory has room for on the largest samples, and no slower than smaller ones.
 
-    `in_batches`: the model looks at samples side by side (BatchNorm), so that pieces change what it computes.
+    `batch_norm`: the model looks at samples side by side, so that pieces change what it computes.
     """
     whole = search.trial({}, "resident")
     if not whole.ok and not whole.out_of_memory:
@@ -50,7 +50,7 @@ def tune_pieces(search: Search, now: int | None, largest: int, *, in_batches: bo
     finally:
         if chosen != now:
             search.best["loader.micro_cost"] = chosen
-            why += "; BatchNorm sees a piece at a time: it is not quite the same training" if in_batches else ""
+            why += "; BatchNorm sees a piece at a time: it is not quite the same training" if batch_norm else ""
         search.decisions.append(Decision("loader.micro_cost", now, chosen, seen, why, ended))
 
 

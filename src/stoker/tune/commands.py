@@ -216,9 +216,9 @@ def _stages(
             if knob.stage == stage:
                 search.choose(knob, _value(now, knob, facts), "run" if stage == "loader" else "resident")
         if stage == "batch" and target is not None:
-            in_batches = bool(facts.get("batch_norm"))
+            batch_norm = bool(facts.get("batch_norm"))
             largest = int(facts.get("largest_cost", 1))
-            tune_pieces(search, now.get("loader.micro_cost"), largest, in_batches=in_batches)
+            tune_pieces(search, now.get("loader.micro_cost"), largest, batch_norm=batch_norm)
             if (size := now.get("loader.batch_size")) is not None:
                 offer = offer_batch(
                     search,

@@ -73,7 +73,6 @@ def compare_rates(probe: Probe, seconds: float) -> dict[str, Any]:
         each = _seconds_of_a_step(trainer, batches)
         few = min(len(batches), FEW, max(LEAST_FEW, int(SHORT_SHARE * seconds / (len(GRID) + 2) / each)))
         arms, _, present = try_rates(trainer, batches[:few], probe.rate, GRID)
-        each = max(each, _seconds_of_a_step(trainer, batches[:few]))  # of steps that had time to settle
         steps = min(LONG, max(LEAST_LONG, int((1 - SHORT_SHARE) * seconds / (ARMS * each + reading))))
         _fill(batches, steps, probe, source)
         del source  # whoever makes batches for nobody takes processors from the rest
